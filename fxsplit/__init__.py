@@ -1,0 +1,11 @@
+"""fxsplit: split an unchanged PyTorch model into readable pipeline stages, and prove that the split is the model."""
+
+from . import errors
+from .compiler import compile
+from .ir import Assignment, Program, Stage, Traced
+from .plan import Plan
+from .runtime.pipeline import Pipeline
+from .runtime.schedule import Action, Schedule
+
+__version__ = "0.1.0"
+__all__ = ["Action", "Assignment", "Pipeline", "Plan", "Program", "Schedule", "Stage", "Traced", "compile", "errors"]

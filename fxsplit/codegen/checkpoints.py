@@ -1,0 +1,63 @@
+"""Which runs of a stage's nodes may be computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..ir import Traced
+
+
+def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Maximal runs ``[start, end)`` of `nodes` that recomputation may repeat, in order.
+
+    A run may write to values that it made itself, and to buffers (their contents are put back). It may not
+    touch any other storage that somebody writes to: the second computation would see other contents than
+    the first.
+    """
+    facts = traced.facts
+    buffer_storages = {s for n in traced.graph.nodes if facts[n.name].buffers for s in facts[n.name].lasting}
+    writers: dict[int, list[int]] = {}
+    touching: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for storage in facts[node.name].storages:
+            touching.setdefault(storage, []).append(i)
+        for storage in facts[node.name].writes:
+            writers.setdefault(storage, []).append(i)
+    arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
+    apart: set[int] = set()
+    while True:
+        run_of = _number_runs(len(nodes), apart)
+        before = len(apart)
+        for storage, writing in writers.items():
+            touched = touching[storage]
+            one_run = len({run_of[i] for i in touched}) == 1
+            if storage in arguments:
+                apart.update(touched)
+            elif storage in buffer_storages:
+                apart.update(() if one_run else touched)
+            else:
+                apart.update(i for i in touched if i <= writing[-1] and run_of[i] != run_of[touched[0]])
+        if len(apart) == before:
+            break
+    runs, start = [], None
+    for i in range(len(nodes) + 1):
+        inside = i < len(nodes) and i not in apart
+        if inside and start is None:
+            start = i
+        elif not inside and start is not None:
+            runs.append((start, i))
+            start = None
+    return [run for run in runs if any(nodes[i].op != "get_attr" for i in range(*run))]
+
+
+def _number_runs(count: int, apart: set[int]) -> list[int]:
+    numbers, current = [], 0
+    for i in range(count):
+        if i in apart:
+            current += 1
+            numbers.append(-i - 1)
+        else:
+            numbers.append(current)
+    return numbers

@@ -1,0 +1,190 @@
+"""Write the graph of a stage: placeholders, transfers, the model's own nodes, checkpoint regions, output."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from ..compat import tree_leaves
+from ..graph import bind, module_paths, output_values, resolve
+from ..ir import Assignment, Program, Stage, TensorSpec, Traced
+from ..ops import checkpoint, transfer
+from .checkpoints import checkpoint_runs
+from .extract import Part, extract
+from .names import local_names
+
+
+def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkpoints: bool) -> Program:
+    """Generate the stages and the root.
+
+    *Requires* an assignment of every node. *Ensures* that the stages, put back into one graph without
+    transfer and checkpoint nodes, are the traced graph (`verify` proves it).
+
+    Args:
+        checkpoints: whether the stages get checkpoint regions.
+    """
+    parts = extract(traced, assignment)
+    targets = dict.fromkeys(str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr"))
+    names = local_names(targets)
+    devices = dict(zip((p.index for p in parts), assignment.devices, strict=True))
+    made_by = {node.name: part.index for part in parts for node in part.nodes}
+    stages = []
+    for part in parts:
+        writer = _StageWriter(traced, part, devices, made_by, names)
+        module = writer.write(checkpoints)
+        facts = [traced.facts[n.name] for n in part.nodes]
+        parameters = tuple(dict.fromkeys(p for fact in facts for p in fact.parameters))
+        used = dict.fromkeys(str(n.target) for n in part.nodes if n.op in ("call_module", "get_attr"))
+        modules = module_paths(traced.facts, [n.name for n in part.nodes])
+        stage = Stage(
+            index=part.index,
+            module=module,
+            device=devices[part.index],
+            inputs=tuple(n.name for n in part.inputs),
+            outputs=tuple(n.name for n in part.outputs),
+            paths={names[fqn]: fqn for fqn in used},
+            nodes=tuple(n.name for n in part.nodes),
+            parameters=parameters,
+            writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),
+            random=any(fact.random for fact in facts),
+            modules=modules,
+            header=_header(model, part, len(parts), devices, made_by, modules, parameters),
+            sources={n.name: f.source.short for n, f in zip(part.nodes, facts, strict=True) if f.source},
+        )
+        stages.append(stage)
+    inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
+    outputs = tuple(v.name if isinstance(v, fx.Node) else (v,) for v in output_values(traced.graph))
+    return Program(tuple(stages), _root(traced, stages), inputs, outputs)
+
+
+class _StageWriter:
+    """Writes one stage; `values` maps each traced node to the node that holds its value in this stage."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        part: Part,
+        devices: Mapping[int, torch.device],
+        made_by: Mapping[str, int],
+        names: Mapping[str, str],
+    ) -> None:
+        self.traced, self.part, self.devices, self.made_by, self.names = traced, part, devices, made_by, names
+        self.attributes: dict[str, object] = {}
+
+    def write(self, checkpoints: bool) -> fx.GraphModule:
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        device = self.devices[self.part.index]
+        for node in self.part.inputs:
+            values[node] = graph.placeholder(node.name)
+        for node in self.part.inputs:
+            if self._crosses(node):
+                name = f"{node.name}_{str(device).replace(':', '_')}"
+                values[node] = graph.create_node("call_function", transfer, (values[node], device), name=name)
+        nodes = self.part.nodes
+        runs = checkpoint_runs(self.traced, nodes) if checkpoints else []
+        position = 0
+        for number, (start, end) in enumerate(runs):
+            for node in nodes[position:start]:
+                self._copy(graph, values, self.attributes, node)
+            self._checkpoint(graph, values, nodes[start:end], number)
+            position = end
+        for node in nodes[position:]:
+            self._copy(graph, values, self.attributes, node)
+        graph.output(_bare_if_single([values[n] for n in self.part.outputs]))
+        return bind(graph, self.attributes, f"Stage{self.part.index}")
+
+    def _crosses(self, node: fx.Node) -> bool:
+        here = self.devices[self.part.index]
+        specs = [s for s in tree_leaves(self.traced.facts[node.name].value) if isinstance(s, TensorSpec)]
+        if node.name in self.made_by:
+            return bool(specs) and self.devices[self.made_by[node.name]] != here
+        return any(s.device != here for s in specs)
+
+    def _copy(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], attributes: dict[str, object], node: fx.Node) -> None:
+        copy = graph.node_copy(node, lambda operand: values[operand])
+        if node.op in ("call_module", "get_attr"):
+            copy.target = self.names[str(node.target)]
+            attributes[copy.target] = resolve(self.traced.module, str(node.target))
+        values[node] = copy
+
+    def _checkpoint(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], run: Sequence[fx.Node], number: int) -> None:
+        inside = set(run)
+        order = {node: i for i, node in enumerate(self.traced.graph.nodes)}
+        reads = sorted({o for n in run for o in n.all_input_nodes if o not in inside}, key=order.__getitem__)
+        wanted = set(self.part.outputs)
+        gives = [n for n in run if n in wanted or any(user not in inside and user in set(self.part.nodes) for user in n.users)]
+        region_graph = fx.Graph()
+        inner = {node: region_graph.placeholder(values[node].name) for node in reads}
+        attributes: dict[str, object] = {}
+        for node in run:
+            self._copy(region_graph, inner, attributes, node)
+        region_graph.output(_bare_if_single([inner[n] for n in gives]))
+        name = f"checkpoint_{number}"
+        region = bind(region_graph, attributes, f"Stage{self.part.index}Checkpoint{number}")
+        facts = [self.traced.facts[n.name] for n in run]
+        region.meta["random"] = any(fact.random for fact in facts)
+        region.meta["writes"] = [_local_buffer(b, run, self.names) for fact in facts for b in fact.buffers]
+        self.attributes[name] = region
+        operands = (graph.get_attr(name), *(values[n] for n in reads))
+        single = gives[0].name if len(gives) == 1 else f"{name}_values"
+        result = graph.create_node("call_function", checkpoint, operands, name=single)
+        if len(gives) == 1:
+            values[gives[0]] = result
+        else:
+            for i, node in enumerate(gives):
+                values[node] = graph.create_node("call_function", operator.getitem, (result, i), name=node.name)
+
+
+def _local_buffer(fqn: str, run: Sequence[fx.Node], names: Mapping[str, str]) -> str:
+    """The name under which a region finds the buffer `fqn`."""
+    targets = [str(n.target) for n in run if n.op in ("call_module", "get_attr")]
+    owner = max((t for t in targets if fqn == t or fqn.startswith(t + ".")), key=len)
+    return names[owner] + fqn[len(owner) :]
+
+
+def _bare_if_single(values: Sequence[fx.Node]) -> fx.Node | tuple[fx.Node, ...]:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _root(traced: Traced, stages: Sequence[Stage]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values = {n.name: graph.placeholder(n.name) for n in traced.graph.nodes if n.op == "placeholder"}
+    for stage in stages:
+        name = f"stage_{stage.index}"
+        call = graph.create_node("call_module", name, tuple(values[v] for v in stage.inputs), name=name)
+        if len(stage.outputs) == 1:
+            values[stage.outputs[0]] = call
+        else:
+            for i, output in enumerate(stage.outputs):
+                values[output] = graph.create_node("call_function", operator.getitem, (call, i), name=output)
+    graph.output(tuple(values[v.name] if isinstance(v, fx.Node) else v for v in output_values(traced.graph)))
+    return bind(graph, {f"stage_{s.index}": s.module for s in stages}, "Program")
+
+
+def _header(
+    model: nn.Module,
+    part: Part,
+    count: int,
+    devices: Mapping[int, torch.device],
+    made_by: Mapping[str, int],
+    modules: tuple[str, str],
+    parameters: Sequence[str],
+) -> str:
+    sizes = dict(model.named_parameters())
+    nbytes = sum(sizes[p].numel() * sizes[p].element_size() for p in parameters)
+    first, last = (m or type(model).__name__ for m in modules)
+    reads = ", ".join(f"{n.name} ({_origin(n, made_by)})" for n in part.inputs) or "nothing"
+    gives = ", ".join(n.name for n in part.outputs) or "nothing"
+    span = first if first == last else f"{first} … {last}"
+    return (
+        f"# stage {part.index} of {count} · {devices[part.index]} · {span} · {nbytes / 1e6:.3f} MB parameters\n"
+        f"# reads {reads} · gives {gives}"
+    )
+
+
+def _origin(node: fx.Node, made_by: Mapping[str, int]) -> str:
+    return f"stage {made_by[node.name]}" if node.name in made_by else "input"

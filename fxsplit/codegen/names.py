@@ -1,0 +1,28 @@
+"""Names in generated code: ``h.0.attn`` is called ``self.h_0_attn``, not ``getattr(self.h, "0").attn``."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable
+
+from torch import nn
+
+_TAKEN = frozenset(dir(nn.Module())) | {"graph", "code", "meta"}
+
+
+def local_names(paths: Iterable[str]) -> dict[str, str]:
+    """FQN → a free attribute name that reads like it; the same for the same paths in the same order."""
+    names: dict[str, str] = {}
+    used = set(_TAKEN)
+    for path in paths:
+        word = path.replace(".", "_")
+        if word[0].isdigit():
+            word = f"layer_{word}"
+        if keyword.iskeyword(word):
+            word = f"{word}_"
+        unique, n = word, 1
+        while unique in used or unique.startswith("checkpoint_"):
+            unique, n = f"{word}__{n}", n + 1
+        used.add(unique)
+        names[path] = unique
+    return names

@@ -1,0 +1,1 @@
+"""Cost of every node: what the partitioner weighs."""

@@ -1,0 +1,83 @@
+"""Every exception that a user of fxsplit can meet.
+
+Each message has three parts: what is wrong, where (module path and the user's ``file:line``), and what to
+type instead. Each class also inherits the builtin that a caller would naturally catch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxsplitError(Exception):
+    """Base of all errors raised by fxsplit.
+
+    Args:
+        what: what is wrong, in one sentence.
+        where: the module path, value or ``file:line`` that is concerned.
+        remedy: what to type instead.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        parts = [what]
+        if where:
+            parts.append(f"  where: {where}")
+        if remedy:
+            parts.append(f"  instead: {remedy}")
+        super().__init__("\n".join(parts))
+
+
+class PlanError(FxsplitError, ValueError):
+    """A `Plan` field is wrong, or contradicts another field."""
+
+
+class ModelError(FxsplitError, TypeError):
+    """What was given as the model is not a module that can be compiled."""
+
+
+class TraceError(FxsplitError, RuntimeError):
+    """The model could not be captured as a graph."""
+
+
+class PartitionError(FxsplitError, ValueError):
+    """The graph cannot be cut or placed as the plan asks."""
+
+
+class VerifyError(FxsplitError, RuntimeError):
+    """The generated program is not the traced graph, or computes other numbers than the model."""
+
+
+class ArgumentError(FxsplitError, TypeError):
+    """A call has an argument that is missing, unknown, or not of the kind the pipeline was compiled for."""
+
+
+class BatchError(FxsplitError, ValueError):
+    """The arguments of a call do not agree on the batch, or an output cannot be merged."""
+
+
+class MoveError(FxsplitError, TypeError):
+    """A pipeline was asked to move to another device: the plan owns placement."""
+
+
+class ScheduleError(FxsplitError, ValueError):
+    """A schedule repeats an action, lacks one, or can never finish."""
+
+
+class WorkerError(FxsplitError, RuntimeError):
+    """A worker thread ended without finishing its part of the schedule."""
+
+
+class SerializeError(FxsplitError, TypeError):
+    """A pipeline was pickled; it is saved by plan and state_dict instead."""
+
+
+def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> str:
+    """A remedy that names the entries of `known` nearest to `word`, or the first few of them."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"{label}: {shown}{', …' if len(names) > 8 else ''}" if names else f"there are no {label} names"

@@ -1,0 +1,136 @@
+"""Facts about an fx.Graph that several passes need: comparing, binding to a model, bytes across a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx, nn
+
+from .ir import NodeFacts, Traced
+
+COMPUTE = ("call_module", "call_function", "call_method", "get_attr")
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that belong to a stage: all but placeholders and the output, in program order."""
+    return [node for node in graph.nodes if node.op in COMPUTE]
+
+
+def output_values(graph: fx.Graph) -> tuple[Any, ...]:
+    """The flat outputs: nodes and constants."""
+    values = graph.output_node().args[0]
+    assert isinstance(values, tuple | list)
+    return tuple(values)
+
+
+def resolve(model: nn.Module, fqn: str) -> Any:
+    """The module, parameter, buffer or attribute of `model` with this path; ``""`` is the model."""
+    owner: Any = model
+    for part in fqn.split(".") if fqn else ():
+        owner = getattr(owner, part)
+    return owner
+
+
+def is_within(path: str, ancestor: str) -> bool:
+    """Whether module `path` is `ancestor` or inside it, by path components: ``"1"`` does not hold ``"10"``."""
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+def bind(graph: fx.Graph, attributes: Mapping[str, Any], class_name: str) -> fx.GraphModule:
+    """A `GraphModule` of `graph` whose targets are these very objects (nothing is copied)."""
+    return fx.GraphModule(dict(attributes), graph, class_name)
+
+
+def structure(graph: fx.Graph, *, rename: Mapping[str, str] | None = None) -> list[tuple[Any, ...]]:
+    """Every node as (op, target, args, kwargs) with operands as positions: equal for equal programs.
+
+    Args:
+        rename: replaces targets of ``call_module`` and ``get_attr``.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    rename = rename or {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", position[value])
+        if isinstance(value, tuple | list):
+            return (type(value).__name__, *map(plain, value))
+        if isinstance(value, dict):
+            return ("dict", *((key, plain(item)) for key, item in value.items()))
+        if isinstance(value, slice):
+            return ("slice", plain(value.start), plain(value.stop), plain(value.step))
+        return (type(value).__name__, repr(value) if isinstance(value, float) else value)
+
+    rows = []
+    for node in graph.nodes:
+        target = node.target
+        if node.op in ("call_module", "get_attr"):
+            target = rename.get(str(target), target)
+        if node.op == "output":
+            target = "output"
+        rows.append((node.op, target, plain(node.args), plain(node.kwargs)))
+    return rows
+
+
+def first_difference(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]]) -> int | None:
+    """Index of the first row in which two `structure` lists differ, or None."""
+    for i, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def cut_bytes(traced: Traced, nodes: Sequence[fx.Node]) -> list[int]:
+    """Entry i: bytes of the distinct values that live across a cut before ``nodes[i]``."""
+    position = {node: i for i, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 2)
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        readers = [position[user] for user in node.users if user in position]
+        if not readers or (node.op == "get_attr" and traced.facts[node.name].parameters):
+            continue  # a parameter does not travel: every stage reads its own
+        start = position.get(node, -1)
+        nbytes = traced.facts[node.name].nbytes
+        if node.op != "placeholder" and max(readers) > start:
+            change[start + 1] += nbytes
+            change[max(readers) + 1] -= nbytes
+    alive, across = 0, []
+    for i in range(len(nodes)):
+        alive += change[i]
+        across.append(alive)
+    return across
+
+
+def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph:
+    """The quotient graph: stages, and an edge wherever a value goes from one to another."""
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(sorted(set(stage_of.values())))
+    for node in graph.nodes:
+        for user in node.users:
+            a, b = stage_of.get(node.name), stage_of.get(user.name)
+            if a is not None and b is not None and a != b:
+                quotient.add_edge(a, b)
+    return quotient
+
+
+def module_paths(facts: Mapping[str, NodeFacts], names: Sequence[str]) -> tuple[str, str]:
+    """First and last module path that these nodes lie in, skipping the model itself where others exist."""
+    paths = [facts[name].module_path for name in names]
+    inner = [path for path in paths if path] or paths
+    return (inner[0], inner[-1]) if inner else ("", "")
+
+
+def region_modules(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The checkpoint regions of a stage module."""
+    for _, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            yield child
+
+
+def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among `values`."""
+    return [v for v in values if isinstance(v, torch.Tensor)]

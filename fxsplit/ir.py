@@ -1,0 +1,243 @@
+"""The frozen values between the passes: Traced → Assignment → Program (of Stages)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .compat import TreeSpec, tree_leaves
+from .signature import Signature
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and device of a tensor seen in the example run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place in the user's code."""
+
+    path: str
+    line: int
+
+    @property
+    def short(self) -> str:
+        """``model.py:41``: without the folder, so that generated code is the same on every machine."""
+        return f"{os.path.basename(self.path)}:{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What is known of one node of the traced graph.
+
+    Attributes:
+        module_path: FQN of the innermost module whose `forward` ran it (of the called module itself for
+            ``call_module``); ``""`` is the model.
+        source: the user's line that made it.
+        value: the example value as a pytree with a `TensorSpec` for each tensor.
+        storages: numbers of the storages that it reads, writes or returns; two nodes that share a number
+            may see each other's in-place writes.
+        writes: those of them whose contents it changes.
+        lasting: those of them that outlive the call: parameters, buffers, the caller's arguments.
+        parameters: FQNs of the parameters that it reads (``call_module`` and ``get_attr``).
+        buffers: FQNs of the buffers that it writes.
+        random: whether it draws from the random number generator.
+    """
+
+    module_path: str
+    source: Source | None
+    value: Any = None
+    storages: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    lasting: frozenset[int] = frozenset()
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    random: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the value."""
+        return sum(leaf.nbytes for leaf in tree_leaves(self.value) if isinstance(leaf, TensorSpec))
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The model as a graph: flat tensor inputs, a flat tuple of outputs, the model's own modules.
+
+    Attributes:
+        module: the graph over the user's own modules and parameters, under their FQNs.
+        signature: how the arguments become the graph's inputs.
+        out_spec: the structure that the outputs are put back into.
+        facts: per node name.
+        front_end: which front end captured it.
+        kept_whole: module path → why the module is one node and not inlined (torch.nn's own excepted).
+    """
+
+    module: fx.GraphModule
+    signature: Signature
+    out_spec: TreeSpec
+    facts: Mapping[str, NodeFacts]
+    front_end: str
+    kept_whole: Mapping[str, str]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The fx graph."""
+        return self.module.graph
+
+    def report(self) -> str:
+        """How the model was captured, in a few lines."""
+        lines = [f"captured by {self.front_end}: {len(self.graph.nodes)} nodes"]
+        lines += [f"  kept whole: {path or 'the model'} ({why})" for path, why in self.kept_whole.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Traced({len(self.graph.nodes)} nodes, {len(self.kept_whole)} modules kept whole)"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Node → stage and stage → device. Stages are contiguous in program order, so edges only go forward.
+
+    Attributes:
+        stages: per stage, the names of its nodes in program order.
+        devices: per stage.
+        loads: per stage, the cost that the plan weighed (bytes for ``"params"``, seconds for ``"time"``).
+        cost: the name of that cost.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    devices: tuple[torch.device, ...]
+    loads: tuple[float, ...]
+    cost: str
+
+    def stage_of(self) -> dict[str, int]:
+        """Node name → stage index."""
+        return {name: i for i, names in enumerate(self.stages) for name in names}
+
+    def __repr__(self) -> str:
+        parts = [f"{i}: {len(names)} nodes on {d}" for i, (names, d) in enumerate(zip(self.stages, self.devices, strict=True))]
+        return f"Assignment({'; '.join(parts)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One generated module, its device, and what it reads and gives.
+
+    Attributes:
+        index: position in execution order.
+        module: the generated `GraphModule`; its submodules and parameters are the model's own objects.
+        inputs: names of the values that it reads, in the order of its arguments.
+        outputs: names of the values that it gives, in the order of its results.
+        paths: name of each submodule or tensor in the generated code → FQN in the model.
+        nodes: names of the traced nodes that it computes, in program order.
+        parameters: FQNs of the parameters that it reads.
+        writes: FQNs of the buffers that it writes.
+        random: whether it draws from the random number generator.
+        modules: first and last module path of its nodes, for people.
+        header: the comment above its code.
+    """
+
+    index: int
+    module: fx.GraphModule
+    device: torch.device
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    paths: Mapping[str, str]
+    nodes: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    random: bool = False
+    modules: tuple[str, str] = ("", "")
+    header: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def code(self) -> str:
+        """The Python source that runs, with a header that says where it stands."""
+        parts = [_with_sources(self.module.code.strip(), self.sources)]
+        for name, region in self.module.named_children():
+            if isinstance(region, fx.GraphModule):
+                body = _with_sources(region.code.strip(), self.sources)
+                parts.append(f"# {name}: recomputed in backward\n{body}")
+        return self.header + "\n" + "\n\n".join(parts) + "\n"
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this stage reads, under the model's FQNs, each once."""
+        for local, parameter in self.module.named_parameters():
+            parts = local.split(".")
+            if parts[0] not in self.paths:  # inside a checkpoint region
+                parts = parts[1:]
+            yield ".".join([self.paths[parts[0]], *parts[1:]]), parameter
+
+    def __repr__(self) -> str:
+        return f"Stage({self.index}, {self.device}, reads {list(self.inputs)}, gives {list(self.outputs)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The stages in execution order, and the root module that calls them one after the other.
+
+    Attributes:
+        stages: in execution order.
+        root: ``root(*inputs)`` runs the whole program in the calling thread: the oracle of every runtime.
+        inputs: names of the graph's inputs.
+        outputs: the flat outputs: a value's name, or a constant wrapped in a 1-tuple.
+    """
+
+    stages: tuple[Stage, ...]
+    root: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str | tuple[Any], ...]
+
+    def producers(self) -> dict[str, int]:
+        """Value → the stage that gives it; graph inputs are -1."""
+        made = dict.fromkeys(self.inputs, -1)
+        made.update((name, stage.index) for stage in self.stages for name in stage.outputs)
+        return made
+
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Value → the stages that read it, in execution order."""
+        read: dict[str, list[int]] = {name: [] for name in self.producers()}
+        for stage in self.stages:
+            for name in stage.inputs:
+                read[name].append(stage.index)
+        return {name: tuple(stages) for name, stages in read.items()}
+
+    def __repr__(self) -> str:
+        return f"Program({len(self.stages)} stages)"
+
+
+def _with_sources(code: str, sources: Mapping[str, str]) -> str:
+    """`code` with the user's line behind the first statement of each run that comes from it."""
+    lines, last = [], ""
+    for line in code.splitlines():
+        name = line.split("=", 1)[0].strip()
+        source = sources.get(name, "") if line.startswith("    ") else ""
+        lines.append(f"{line}  # {source}" if source and source != last else line)
+        last = source or last
+    return "\n".join(lines)

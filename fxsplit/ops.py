@@ -1,0 +1,96 @@
+"""The two names of fxsplit that generated code may call: `transfer` and `checkpoint`.
+
+Both record themselves as a node when they meet an fx Proxy, so that a stage can be traced or pickled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint as _torch_checkpoint
+
+from .compat import tree_map
+
+
+def transfer(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`; differentiable, strides kept, no copy where nothing crosses."""
+    if isinstance(value, fx.Proxy):
+        return value.tracer.create_proxy("call_function", transfer, (value, device), {})
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+class _Mode(threading.local):
+    recompute = True
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def recomputation(enabled: bool) -> Iterator[None]:
+    """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread."""
+    before, _mode.recompute = _mode.recompute, enabled
+    try:
+        yield
+    finally:
+        _mode.recompute = before
+
+
+def checkpoint(region: Any, *values: Any) -> Any:
+    """``region(*values)``, of which backward keeps only the inputs and computes the rest again.
+
+    Recomputation sees the random numbers, the autocast state and the buffers that the first computation saw,
+    and leaves the buffers as they were. `region.meta` says whether it draws random numbers (``"random"``)
+    and names the buffers that it writes (``"writes"``).
+
+    Args:
+        region: a `GraphModule` that is an attribute of the stage.
+        values: its inputs.
+    """
+    proxy = next((v for v in values if isinstance(v, fx.Proxy)), None)
+    if proxy is not None:
+        return proxy.tracer.create_proxy("call_function", checkpoint, (region, *values), {})
+    if not (_mode.recompute and torch.is_grad_enabled()):
+        return region(*values)
+    buffers = [region.get_buffer(name) for name in region.meta["writes"]]
+    return _torch_checkpoint(
+        region,
+        *values,
+        use_reentrant=False,
+        preserve_rng_state=region.meta["random"],
+        context_fn=lambda: _replayed_buffers(buffers),
+    )
+
+
+def _replayed_buffers(
+    buffers: list[torch.Tensor],
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Contexts for the first computation and for the one in backward.
+
+    The writes go through ``.data``: a restored buffer is the one that autograd saved, so its version counter
+    must not move.
+    """
+    seen: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def first() -> Iterator[None]:
+        seen.extend(buffer.detach().clone() for buffer in buffers)
+        yield
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = [buffer.detach().clone() for buffer in buffers]
+        for buffer, value in zip(buffers, seen, strict=True):
+            buffer.data.copy_(value)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, now, strict=True):
+                buffer.data.copy_(value)
+
+    return first(), again()

@@ -1,0 +1,1 @@
+"""`Traced` + `Plan` → `Assignment`: which stage computes a node, and where."""

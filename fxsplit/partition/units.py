@@ -1,0 +1,98 @@
+"""Units: the smallest groups of nodes that may be cut apart, in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from ..graph import compute_nodes
+from ..ir import Traced
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Nodes ``[start, end)`` of the program order."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Bond:
+    """Why the program may not be cut between positions `first` and `last`.
+
+    `writer` is the node that writes in place to a value that both ends can see; None for a parameter and
+    its reader.
+    """
+
+    first: int
+    last: int
+    writer: fx.Node | None
+
+
+def bonds(traced: Traced) -> list[Bond]:
+    """What may not be separated.
+
+    * A parameter or buffer and the node that reads it.
+    * A value and everything that touches its storage until the last in-place write to it. After that write
+      its contents are final, and another stage may read it. Storage that outlives the call (the model's
+      buffers, the caller's inputs) has no final write: all that touch it stay together.
+    """
+    nodes = compute_nodes(traced.graph)
+    position = {node: i for i, node in enumerate(nodes)}
+    found = [
+        Bond(position[node], max(position.get(user, position[node]) for user in node.users), None)
+        for node in nodes
+        if node.op == "get_attr" and node.users
+    ]
+    touching: dict[int, list[int]] = {}
+    writers: dict[int, list[int]] = {}
+    lasting: set[int] = set()
+    for node in traced.graph.nodes:
+        fact = traced.facts[node.name]
+        lasting |= fact.lasting
+        if node in position:
+            for storage in fact.storages:
+                touching.setdefault(storage, []).append(position[node])
+            for storage in fact.writes:
+                writers.setdefault(storage, []).append(position[node])
+    for storage, writing in writers.items():
+        touched = touching[storage]
+        last = touched[-1] if storage in lasting else writing[-1]
+        if last > touched[0]:
+            found.append(Bond(touched[0], last, nodes[writing[0]]))
+    return found
+
+
+def find_units(traced: Traced) -> list[Unit]:
+    """The units of the graph, in program order; together they hold every node once."""
+    count = len(compute_nodes(traced.graph))
+    open_at = [0] * (count + 1)
+    for bond in bonds(traced):
+        open_at[bond.first + 1] += 1
+        open_at[bond.last + 1] -= 1
+    starts, depth = [], 0
+    for i in range(count):
+        depth += open_at[i]
+        if depth == 0:
+            starts.append(i)
+    return [Unit(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def sequential_units(model: nn.Module, traced: Traced, units: Sequence[Unit]) -> list[Unit]:
+    """The units that `balance` counts: the children of an `nn.Sequential`, the graph's units otherwise."""
+    if not isinstance(model, nn.Sequential):
+        return list(units)
+    nodes = compute_nodes(traced.graph)
+    merged: list[Unit] = []
+    for unit in units:
+        child, previous = (
+            traced.facts[nodes[i].name].module_path.split(".")[0] for i in (unit.start, max(unit.start - 1, 0))
+        )
+        if merged and child == previous:
+            merged[-1] = Unit(merged[-1].start, unit.end)
+        else:
+            merged.append(unit)
+    return merged

@@ -1,0 +1,265 @@
+"""`Plan`: what the user wants — where to cut, how to weigh, where to place, how to run. Knows nothing of graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from .errors import PlanError, did_you_mean
+
+COSTS = ("params", "time")
+SCHEDULES = ("gpipe",)
+CHECKPOINTS = ("always", "except_last", "never")
+
+DeviceLike = str | int | torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is cut, placed and run. Frozen, validated on construction, and equal by value.
+
+    Where to cut (exactly one; the default is one stage):
+
+    Args:
+        stages: number of stages, cut automatically so that the heaviest is as light as possible.
+        balance: units per stage, such as ``[2, 2]``. Units of an `nn.Sequential` are its children; of any
+            other model, the smallest groups of graph nodes that may be cut apart, in program order.
+        cut: module paths (FQNs) that each begin a new stage, such as ``["h.4", "h.8"]``.
+        device_map: ``{module path: device}`` or ``{module path: (device, output device)}``; the deepest
+            matching path wins, ``""`` is the whole model.
+
+    How to weigh (with `stages`):
+
+    Args:
+        cost: ``"params"`` (bytes of parameters) or ``"time"`` (forward and backward of each node, measured
+            on the example).
+
+    Where to place:
+
+    Args:
+        devices: one device for all stages, or a list with one for each stage; not together with
+            `device_map`. Default: the device that the model is on.
+
+    How to run:
+
+    Args:
+        micro_batches: the number of micro-batches that a batch is split into, at most.
+        schedule: ``"gpipe"`` (Huang et al., 2019).
+        checkpoint: which micro-batches keep no activations and recompute them in backward: ``"always"``,
+            ``"except_last"`` or ``"never"`` (torchgpipe's three modes).
+        replicas: how many workers run each stage; micro-batch i runs on worker i mod `replicas`. Replicas
+            on one device share the parameters.
+        batch_dims: ``{argument name: dimension or None}`` for tensors whose batch dimension is not found
+            by itself; ``None`` gives the whole tensor to every micro-batch.
+
+    Raises:
+        PlanError: a field is wrong or contradicts another one; the message names both.
+    """
+
+    stages: int | None = None
+    balance: Sequence[int] | None = None
+    cut: Sequence[str] | None = None
+    device_map: Mapping[str, Any] | None = None
+    cost: str = "params"
+    devices: DeviceLike | Sequence[DeviceLike] | None = None
+    micro_batches: int = 1
+    schedule: str = "gpipe"
+    checkpoint: str = "never"
+    replicas: int = 1
+    batch_dims: Mapping[str, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        self._one_way_to_cut()
+        self._check_choice("cost", COSTS)
+        self._check_choice("schedule", SCHEDULES)
+        self._check_choice("checkpoint", CHECKPOINTS)
+        for field in ("micro_batches", "replicas"):
+            _check_positive(field, getattr(self, field))
+        if self.cost != "params" and self.ways_to_cut() != ["stages"]:
+            way = self.ways_to_cut()[0]
+            raise PlanError(
+                f"cost={self.cost!r} weighs an automatic cut, but {way}= says where to cut",
+                remedy=f"leave out cost=, or replace {way}= by stages=N",
+            )
+        if self.devices is not None:
+            self._check_devices()
+        if self.batch_dims is not None:
+            self._check_batch_dims()
+
+    def ways_to_cut(self) -> list[str]:
+        """The fields among stages, balance, cut and device_map that are set."""
+        return [name for name in ("stages", "balance", "cut", "device_map") if getattr(self, name) is not None]
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _one_way_to_cut(self) -> None:
+        ways = self.ways_to_cut()
+        if len(ways) > 1:
+            raise PlanError(
+                f"{ways[0]}= and {ways[1]}= both say where to cut", remedy=f"keep one of {ways[0]}=, {ways[1]}="
+            )
+        if not ways:
+            self._set("stages", 1)
+        elif ways == ["stages"]:
+            _check_positive("stages", self.stages)
+        elif ways == ["balance"]:
+            if isinstance(self.balance, str) or not isinstance(self.balance, Sequence) or not self.balance:
+                raise PlanError(
+                    f"balance={self.balance!r} is not a list of unit counts", remedy="balance=[2, 2], one count a stage"
+                )
+            for i, count in enumerate(self.balance):
+                _check_positive(f"balance[{i}]", count)
+            self._set("balance", tuple(self.balance))
+        elif ways == ["cut"]:
+            if isinstance(self.cut, str) or not all(isinstance(p, str) and p for p in self.cut or [""]):
+                raise PlanError(
+                    f"cut={self.cut!r} is not a list of module paths",
+                    remedy='cut=["h.4", "h.8"]: each path begins a new stage',
+                )
+            repeated = [p for i, p in enumerate(self.cut or ()) if p in (self.cut or ())[:i]]
+            if repeated:
+                raise PlanError(f"cut= names {repeated[0]!r} twice", remedy="name each path once")
+            self._set("cut", tuple(self.cut or ()))
+        else:
+            self._check_device_map()
+
+    def _check_device_map(self) -> None:
+        if not isinstance(self.device_map, Mapping) or not self.device_map:
+            raise PlanError(
+                f"device_map={self.device_map!r} is not a mapping of module paths to devices",
+                remedy='device_map={"": "cuda:0", "head": "cuda:1"}',
+            )
+        if self.devices is not None:
+            raise PlanError(
+                "device_map= and devices= both say where to place", remedy="keep device_map= alone, it names the devices"
+            )
+        resolved: dict[str, str | tuple[str, str]] = {}
+        for path, device in self.device_map.items():
+            if not isinstance(path, str):
+                raise PlanError(f"device_map key {path!r} is not a module path", remedy='use a string such as "h.4"')
+            where = f"device_map[{path!r}]"
+            if isinstance(device, list | tuple):
+                if len(device) != 2:
+                    raise PlanError(
+                        f"{where} has {len(device)} devices", remedy="one device, or a pair (device, output device)"
+                    )
+                resolved[path] = (_device(where, device[0]), _device(where, device[1]))
+            else:
+                resolved[path] = _device(where, device)
+        self._set("device_map", resolved)
+
+    def _check_devices(self) -> None:
+        if isinstance(self.devices, DeviceLike):
+            self._set("devices", _device("devices", self.devices))
+            return
+        if not isinstance(self.devices, Sequence) or not self.devices:
+            raise PlanError(f"devices={self.devices!r} is not a device or a list of devices", remedy='devices=["cuda:0"]')
+        if any(isinstance(d, list | tuple) for d in self.devices):
+            raise PlanError(
+                "devices= holds rows of devices: replicas of a stage on different devices are not supported",
+                remedy="one device for each stage; replicas= share it",
+            )
+        devices = tuple(_device(f"devices[{i}]", d) for i, d in enumerate(self.devices))
+        self._set("devices", devices)
+        field, count = self.ways_to_cut()[0], self.stage_count()
+        if count is not None and count != len(devices):
+            raise PlanError(
+                f"{field}= asks for {count} stages, but devices= lists {len(devices)}",
+                remedy=f"list {count} devices (one may appear several times), or a single device",
+            )
+
+    def _check_batch_dims(self) -> None:
+        if not isinstance(self.batch_dims, Mapping) or not all(
+            isinstance(k, str) and (v is None or (isinstance(v, int) and not isinstance(v, bool) and v >= 0))
+            for k, v in self.batch_dims.items()
+        ):
+            raise PlanError(
+                f"batch_dims={self.batch_dims!r} is not a mapping of argument names to dimensions (0, 1, … or None)",
+                remedy='batch_dims={"mask": None, "hidden": 1}',
+            )
+        self._set("batch_dims", dict(self.batch_dims))
+
+    def _check_choice(self, field: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value not in choices:
+            raise PlanError(
+                f"{field}={value!r} is not known", remedy=did_you_mean(str(value), choices, label="choices")
+            )
+
+    def stage_count(self) -> int | None:
+        """The number of stages, where the plan alone decides it."""
+        if self.stages is not None:
+            return self.stages
+        if self.balance is not None:
+            return len(self.balance)
+        return len(self.cut) + 1 if self.cut is not None else None
+
+    def replace(self, **changes: Any) -> Plan:
+        """This plan with some fields changed."""
+        known = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values: what `from_dict` and JSON take."""
+        plain: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                plain[field.name] = list(value) if isinstance(value, tuple) else value
+        return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """The plan with these fields; an unknown name is an error."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
+        return cls(**fields)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a JSON file."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file, indent=2)
+            file.write("\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan from a JSON file; nothing in it is executed."""
+        with open(path, encoding="utf-8") as file:
+            try:
+                fields = json.load(file)
+            except ValueError as error:
+                raise PlanError(f"{os.fspath(path)} is not JSON: {error}", remedy="write it with plan.save(path)") from None
+        if not isinstance(fields, dict):
+            raise PlanError(f"{os.fspath(path)} holds no plan", remedy="write it with plan.save(path)")
+        return cls.from_dict(fields)
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        return f"Plan({', '.join(shown)})"
+
+
+def _check_positive(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{field}={value!r} is not a positive whole number", remedy=f"{field}=1 or more")
+
+
+def _device(where: str, device: object) -> str:
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise PlanError(f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0')
+    try:
+        return str(torch.device(device))
+    except RuntimeError as error:
+        raise PlanError(f"{where}: {str(error).splitlines()[0]}", remedy='a device such as "cpu", "cuda:0" or 0') from None

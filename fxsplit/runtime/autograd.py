@@ -1,0 +1,105 @@
+"""The whole pipeline as one node of the caller's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..compat import backward_keeps_graph
+from .execute import Call
+from .microbatch import BatchDims, Merge
+
+
+class PipelineFunction(torch.autograd.Function):
+    """Forward plays the forward half of the schedule, backward the backward half.
+
+    Its inputs are the tensor arguments *and the parameters*: autograd decides what is needed, and
+    `torch.autograd.grad`, ``backward(inputs=…)``, hooks on parameters and DDP see ordinary gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Play the forward half."""
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        outputs, differentiable = runner.forward()
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, differentiable, strict=True) if not d))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Play the backward half."""
+        return (None, *ctx.runner.backward(gradients, keep_graph=backward_keeps_graph()))
+
+
+class Runner:
+    """Merges what a `Call` computes for each micro-batch, and splits the gradients that come back.
+
+    Args:
+        merges: how each flat output is merged.
+        passed: positions of outputs that are inputs of the graph, handed back as they are.
+    """
+
+    def __init__(self, call: Call, dims: BatchDims, merges: Sequence[Merge], rows: Sequence[int]) -> None:
+        self.call, self.dims, self.merges, self.rows = call, dims, merges, rows
+        self.results: list[Any] = []
+        self.positions: list[int] = []
+        self.per_output: list[list[Any]] = []
+        self.spent = False
+
+    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        """The merged tensor outputs, each value once, and whether each is differentiable."""
+        by_micro_batch = self.call.forward()
+        self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
+        self.results = [m.merge(values, self.rows) for m, values in zip(self.merges, self.per_output, strict=True)]
+        first: dict[str, int] = {}
+        for i, name in enumerate(self.call.program.outputs):
+            if isinstance(name, str) and isinstance(self.results[i], torch.Tensor):
+                first.setdefault(name, i)
+        self.positions = list(first.values())
+        tensors = [self.results[i] for i in self.positions]
+        differentiable = [any(v.requires_grad for v in self.per_output[i]) for i in self.positions]
+        return [t.detach() for t in tensors], differentiable
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
+        """The gradients of the tensor inputs and of the parameters.
+
+        Raises:
+            RuntimeError: the graph was freed by an earlier backward.
+        """
+        if self.spent:
+            raise RuntimeError(
+                "Trying to backward through the pipeline a second time: its saved values were freed by the first "
+                "backward. Use retain_graph=True in the first one."
+            )
+        call, program = self.call, self.call.program
+        rows: list[dict[str, Any]] = [{} for _ in self.rows]
+        for position, gradient in zip(self.positions, gradients, strict=True):
+            if gradient is None:
+                continue
+            name = program.outputs[position]
+            pieces = self.merges[position].split_gradient(gradient, self.per_output[position], self.rows)
+            for row, piece in zip(rows, pieces, strict=True):
+                if piece is not None:
+                    row[str(name)] = piece
+        self.spent = not keep_graph
+        call.backward(rows, keep_graph=keep_graph)
+        inputs = [self._input_gradient(i, name) for i, name in enumerate(program.inputs)]
+        return [*inputs, *(call.parameter_gradient(fqn) for fqn in call.parameters)]
+
+    def _input_gradient(self, position: int, name: str) -> torch.Tensor | None:
+        pieces = [self.call.input_gradient(name, i) for i in range(len(self.rows))]
+        if all(piece is None for piece in pieces):
+            return None
+        chunks = [chunk[position] for chunk in self.call.chunks]
+        filled = [torch.zeros_like(c) if p is None else p for p, c in zip(pieces, chunks, strict=True)]
+        dim = self.dims.dims[position]
+        if len(filled) == 1:
+            return filled[0]
+        if dim is not None:
+            return torch.cat(filled, dim)
+        return sum(filled[1:], filled[0])

@@ -1,0 +1,237 @@
+"""One call of a pipeline: what a forward and a backward action do with a stage and a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
+from ..ir import Program, Stage
+from ..ops import recomputation
+from ..replicate.reduce import OrderedSum
+from .rng import draw_base_seed, seeded, stage_seed
+from .schedule import Action, Kind, Needs, Schedule, dependencies, parameter_chains
+from .worker import Context, play, play_serially
+
+
+@dataclass
+class _Record:
+    """What a forward leaves for the backward of the same stage and micro-batch."""
+
+    inputs: dict[str, list[Any]]  # flat leaves of each input, detached
+    outputs: dict[str, list[Any]]  # flat leaves of each output, with their graph
+
+
+class Call:
+    """The values and gradients of one call, for all its micro-batches.
+
+    Args:
+        chunks: per micro-batch the flat tensor inputs.
+        parameters: FQN → parameter, those that get gradients.
+        grad: whether a backward may follow.
+        checkpoint: which micro-batches are recomputed.
+        serial: play everything in the calling thread (the oracle of the tests).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        chunks: Sequence[Sequence[torch.Tensor]],
+        parameters: dict[str, nn.Parameter],
+        *,
+        grad: bool,
+        checkpoint: str,
+        context: Context,
+        serial: bool,
+    ) -> None:
+        self.program, self.schedule, self.chunks, self.parameters = program, schedule, chunks, parameters
+        self.grad, self.checkpoint, self.context = grad, checkpoint, context
+        # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
+        self.serial = serial or len(chunks) == 1
+        self.base_seed = draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
+        self.made_by, self.readers = program.producers(), program.readers()
+        self.results = {v for v in program.outputs if isinstance(v, str)}
+        self.values: dict[tuple[str, int], Any] = {}
+        self.unread: dict[tuple[str, int], int] = {}
+        self.records: dict[tuple[int, int], _Record] = {}
+        self.gradients: dict[tuple[str, int], list[torch.Tensor | None]] = {}
+        self.parameter_gradients: dict[tuple[str, int], torch.Tensor | None] = {}
+        self.chains = parameter_chains(program)
+        self.sums: dict[str, OrderedSum] = {}
+        self.keep_graph = False
+        self.lock = threading.Lock()
+        for i, chunk in enumerate(chunks):
+            for name, value in zip(program.inputs, chunk, strict=True):
+                self._publish(name, i, value)
+
+    # -- the two halves ----------------------------------------------------------------------------------------
+
+    def forward(self) -> list[list[Any]]:
+        """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
+        self._play("F", frozenset(s.index for s in self.program.stages if s.writes))
+        rows = []
+        for i in range(len(self.chunks)):
+            rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
+        self.values.clear()
+        return rows
+
+    def backward(self, gradients: Sequence[dict[str, Any]], *, keep_graph: bool) -> None:
+        """Play the backward half. Afterwards `input_gradient` and `parameter_gradient` have the results.
+
+        Args:
+            gradients: per micro-batch the gradient of each output value, by name.
+            keep_graph: whether this call may be played backward again.
+        """
+        self.keep_graph = keep_graph
+        self.gradients = {(name, i): [g] for i, row in enumerate(gradients) for name, g in row.items()}
+        self.parameter_gradients = {}
+        self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
+        again = frozenset(s.index for s in self.program.stages if s.writes and self.checkpoint != "never")
+        with parameter_hooks_silenced(list(self.parameters.values())):
+            self._play("B", again)
+        if not keep_graph:
+            self.records.clear()
+
+    def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
+        """The gradient of one graph input of one micro-batch."""
+        found = self.gradients.get((name, micro_batch))
+        return found[0] if found else None
+
+    def parameter_gradient(self, fqn: str) -> torch.Tensor | None:
+        """The sum over all micro-batches, added in their order."""
+        return self.sums[fqn].total() if fqn in self.chains else None
+
+    def _play(self, kind: Kind, in_turn: frozenset[int]) -> None:
+        needs: Needs = dependencies(self.program, in_turn=in_turn)
+        workers, act = self.schedule.half(kind), self._forward if kind == "F" else self._backward
+        if self.serial:
+            play_serially(workers, needs, act)
+        else:
+            names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
+            play(workers, needs, act, self.context, names)
+
+    # -- actions -----------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, i = self.program.stages[action.stage], action.micro_batch
+        with self._errors_say_where(action), self._random_numbers(stage, i), torch.set_grad_enabled(self.grad):
+            with recomputation(self._is_recomputed(i)):
+                inputs = {name: self._take(name, i) for name in stage.inputs}
+                result = stage.module(*inputs.values())
+            outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
+            if self.grad:
+                flat = ({name: tree_leaves(v) for name, v in values.items()} for values in (inputs, outputs))
+                self.records[action.stage, i] = _Record(*flat)
+            for name, value in outputs.items():
+                self._publish(name, i, value)
+
+    def _backward(self, action: Action) -> None:
+        stage, i = self.program.stages[action.stage], action.micro_batch
+        if self.keep_graph:
+            record = self.records[action.stage, i]
+        else:
+            record = self.records.pop((action.stage, i))
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+
+        def seed(tensors: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    seeds.append(gradient)
+
+        for name, leaves in record.outputs.items():
+            seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
+        # Gradients from later readers enter here, so that autograd adds this stage's to them, in the order
+        # of the unsplit model.
+        wanted: list[torch.Tensor] = []
+        for name, leaves in record.inputs.items():
+            seed(leaves, self.gradients.get((name, i), [None] * len(leaves)))
+            wanted += [leaf for leaf in leaves if _has_grad(leaf)]
+        owned = [fqn for fqn in stage.parameters if fqn in self.parameters]
+        for fqn in owned:
+            parameter = self.parameters[fqn]
+            seed([parameter], [self.parameter_gradients.pop((fqn, i), None)])
+            wanted.append(parameter)
+        if roots and wanted:
+            with self._errors_say_where(action), self._random_numbers(stage, i, recomputed=True):
+                found = iter(
+                    torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True)
+                )
+        else:
+            found = iter([None] * len(wanted))
+        for name, leaves in record.inputs.items():
+            self.gradients[name, i] = [next(found) if _has_grad(leaf) else None for leaf in leaves]
+        for fqn in owned:
+            gradient = next(found)
+            if self.chains[fqn][0] == stage.index:
+                self.sums[fqn].add(i, gradient)
+            elif gradient is not None:
+                self.parameter_gradients[fqn, i] = gradient
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    def _publish(self, name: str, i: int, value: Any) -> None:
+        """Make a value readable for later stages: detached, and marked with whether it needs a gradient."""
+        readers = len(self.readers[name]) + (name in self.results)
+        if readers:
+            self.values[name, i] = tree_map(_handed_over, value)
+            self.unread[name, i] = readers
+
+    def _take(self, name: str, i: int) -> Any:
+        """A leaf of its own for this reader; the value is dropped after the last one."""
+        value = tree_map(_handed_over, self.values[name, i])
+        with self.lock:
+            self.unread[name, i] -= 1
+            if not self.unread[name, i]:
+                del self.values[name, i]
+        return value
+
+    # -- circumstances -------------------------------------------------------------------------------------------
+
+    def _is_recomputed(self, micro_batch: int) -> bool:
+        if self.checkpoint == "except_last":
+            return micro_batch < len(self.chunks) - 1
+        return self.checkpoint == "always"
+
+    @contextlib.contextmanager
+    def _random_numbers(self, stage: Stage, i: int, *, recomputed: bool = False) -> Iterator[None]:
+        if self.base_seed is None or not stage.random or (recomputed and not self._is_recomputed(i)):
+            yield
+            return
+        with seeded(stage_seed(self.base_seed, i, stage.index), stage.device):
+            yield
+
+    @contextlib.contextmanager
+    def _errors_say_where(self, action: Action) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            stage = self.program.stages[action.stage]
+            what = "forward" if action.kind == "F" else "backward"
+            first, last = stage.modules
+            span = first if first == last else f"{first} … {last}"
+            error.add_note(
+                f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {stage.device}), "
+                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}"
+            )
+            raise
+
+
+def _has_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _handed_over(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+

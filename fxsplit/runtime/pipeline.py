@@ -1,0 +1,314 @@
+"""`Pipeline`: the model's own tree with a forward that plays the program."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import fx, nn
+
+from ..compat import tree_unflatten
+from ..errors import ArgumentError, MoveError, SerializeError
+from ..graph import bind, region_modules, resolve
+from ..ir import Assignment, Program, Stage, Traced
+from ..plan import Plan
+from ..verify.numerics import verify_numerics
+from ..verify.structure import RULES, verify_structure
+from .autograd import PipelineFunction, Runner
+from .execute import Call
+from .microbatch import BatchDims, Merge, sizes
+from .schedule import Schedule, check_schedule, dependencies, gpipe
+from .worker import thread_state
+
+
+class Pipeline(nn.Module):
+    """What `fxsplit.compile` returns. Children, parameters, buffers, state_dict and modes are the model's own.
+
+    ``len(pipe)``, ``pipe[i]`` and iteration give the stages.
+
+    Attributes:
+        model: the user's model.
+        plan, traced, assignment, program: what the compiler made, in order.
+        example: the flat example inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        traced: Traced,
+        assignment: Assignment,
+        program: Program,
+        dims: BatchDims,
+        merges: Sequence[Merge],
+        example: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["model"] = model  # not a child: the tree below is the model's own
+        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        self.training = model.training
+        self.plan, self.traced, self.assignment, self.program = plan, traced, assignment, program
+        self.example = list(example)
+        self._dims, self._merges = dims, list(merges)
+        self._lock = threading.RLock()
+        self._serial = False
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for the whole batch; differentiable, whatever the loss outside.
+
+        Raises:
+            ArgumentError: an argument is missing, unknown, or not like the example's.
+            BatchError: the arguments disagree on the batch.
+        """
+        inputs = self.traced.signature.flatten(args, kwargs)
+        batch = self._dims.batch_size(inputs)
+        rows = [1] if batch is None else sizes(batch, self.plan.micro_batches)
+        with self._lock:
+            self._use_current_modules()
+            parameters = self._trainable()
+            grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
+            call = Call(
+                self.program,
+                self.schedule_for(len(rows)),
+                self._dims.split(inputs, rows),
+                parameters,
+                grad=grad,
+                checkpoint=self.plan.checkpoint,
+                context=thread_state(),
+                serial=self._serial,
+            )
+            runner = _Guarded(self._lock, self.program, self.model, call, self._dims, self._merges, rows)
+            if grad:
+                tensors = PipelineFunction.apply(runner, *inputs, *parameters.values())
+            else:
+                tensors, _ = runner.forward()
+        by_name = {self.program.outputs[i]: t for i, t in zip(runner.positions, tensors, strict=True)}
+        by_name.update(zip(self.program.inputs, inputs, strict=True))  # an argument handed back is itself
+        flat = [by_name.get(v, r) if isinstance(v, str) else v[0] for v, r in zip(self.program.outputs, runner.results, strict=True)]
+        return tree_unflatten(flat, self.traced.out_spec)
+
+    def step(self, *args: Any, loss_fn: Callable[..., torch.Tensor], target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward, loss and backward of one batch; gradients are added to ``.grad``.
+
+        The loss is that of the whole batch: `loss_fn` sees the merged output once, so every reduction is right.
+
+        Args:
+            args, kwargs: the model's.
+            loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where `target` is None.
+            target: a tensor or any structure of them.
+
+        Returns:
+            The loss, detached; 0-dim.
+        """
+        with torch.enable_grad():
+            output = self(*args, **kwargs)
+            loss = loss_fn(output) if target is None else loss_fn(output, target)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise ArgumentError(f"loss_fn returned {shown}, not a single number", remedy="return loss.mean() or loss.sum()")
+            loss.backward()
+        return loss.detach()
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """The schedule of a batch that is split into this many micro-batches."""
+        known: dict[int, Schedule] = self.__dict__.setdefault("_schedules", {})
+        if micro_batches not in known:
+            schedule = gpipe(len(self.stages), micro_batches, self.plan.replicas)
+            check_schedule(schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset()))
+            known[micro_batches] = schedule
+        return known[micro_batches]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a batch that fills every micro-batch."""
+        return self.schedule_for(self.plan.micro_batches)
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
+        found = {fqn: self.model.get_parameter(fqn) for fqn in read}
+        return {fqn: p for fqn, p in found.items() if p.requires_grad}
+
+    def _use_current_modules(self) -> None:
+        """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors."""
+        for stage in self.program.stages:
+            holders = [stage.module, *region_modules(stage.module)]
+            for name, fqn in stage.paths.items():
+                try:
+                    current = resolve(self.model, fqn)
+                except AttributeError:
+                    raise ArgumentError(f"the model no longer has {fqn!r}", remedy="compile again") from None
+                for holder in holders:
+                    for table in (holder._modules, holder._parameters, holder._buffers):
+                        if name in table and table[name] is not current:
+                            table[name] = current
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in execution order."""
+        return self.program.stages
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each stage."""
+        return self.assignment.devices
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: int) -> Stage:
+        return self.stages[index]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def print_readable(self) -> str:
+        """Print and return the code of all stages."""
+        text = "\n\n".join(stage.code for stage in self.stages)
+        print(text)
+        return text
+
+    def verify(self) -> str:
+        """Prove again that the program is the traced graph, and compare the numbers with the model's.
+
+        Returns:
+            What was shown, a line for each rule.
+
+        Raises:
+            VerifyError: names the rule or the first number that differs.
+        """
+        with self._lock:
+            self._use_current_modules()
+            verify_structure(self.model, self.traced, self.program)
+            lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
+            homes = {d for d in self.devices} | {x.device for x in self.example}
+            if len(homes) == 1:
+                verify_numerics(self.model, self.traced, self.program, self.example)
+                lines.append("numbers: outputs, gradients, buffers and random state equal the model's on the example")
+            else:
+                lines.append(f"numbers: not compared, because the parameters are on {len(homes)} devices")
+        return "\n".join(lines)
+
+    def unsplit(self) -> nn.Module:
+        """The user's model."""
+        return self.model  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{len(self)} stages, {self.plan!r}"
+
+    # -- the model's own behaviour ---------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the model."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The model's own."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the dtype. Moving is refused: the plan owns placement."""
+        if "device" in kwargs or any(isinstance(a, str | int | torch.device | torch.Tensor) for a in args):
+            _refuse_move()
+        return super().to(*args, **kwargs)
+
+    def cpu(self) -> NoReturn:
+        """Refused: the plan owns placement."""
+        _refuse_move()
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused: the plan owns placement."""
+        _refuse_move()
+
+    def xpu(self, device: Any = None) -> NoReturn:
+        """Refused: the plan owns placement."""
+        _refuse_move()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """An independent pipeline over a deep copy of the model."""
+        model = copy.deepcopy(self.model, memo)
+        traced = replace(self.traced, module=_rebound(self.traced.module, {}, model, self.traced.module))
+        stages = tuple(
+            replace(s, module=_rebound(s.module, s.paths, model, self.traced.module)) for s in self.program.stages
+        )
+        root = bind(copy.deepcopy(self.program.root.graph), {f"stage_{s.index}": s.module for s in stages}, "Program")
+        program = replace(self.program, stages=stages, root=root)
+        return Pipeline(model, self.plan, traced, self.assignment, program, self._dims, self._merges, self.example)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise SerializeError(
+            "a Pipeline is not pickled: it would run code when loaded",
+            remedy="save pipe.plan.save(path) and torch.save(pipe.state_dict(), path), and compile again",
+        )
+
+
+class _Guarded(Runner):
+    """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward."""
+
+    def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
+        super().__init__(*args)
+        self._pipeline_lock = lock
+        self._written = [model.get_buffer(name) for stage in program.stages for name in stage.writes]
+
+    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        before = [buffer.detach().clone() for buffer in self._written]
+        try:
+            return super().forward()
+        except BaseException:
+            for buffer, value in zip(self._written, before, strict=True):
+                buffer.data.copy_(value)
+            raise
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
+        with self._pipeline_lock:
+            return super().backward(gradients, keep_graph=keep_graph)
+
+
+def _rebound(module: fx.GraphModule, paths: Mapping[str, str], model: nn.Module, constants: nn.Module) -> fx.GraphModule:
+    """The same graph over the objects of another model."""
+    attributes: dict[str, Any] = {}
+    for node in module.graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        name = str(node.target)
+        child = getattr(module, name, None) if "." not in name else None
+        if node.op == "get_attr" and isinstance(child, fx.GraphModule) and name not in paths:
+            attributes[name] = _rebound(child, paths, model, constants)
+        else:
+            fqn = paths.get(name, name)
+            try:
+                attributes[name] = resolve(model, fqn)
+            except AttributeError:  # a constant that the tracer found
+                attributes[name] = resolve(constants, fqn)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    rebound = bind(graph, attributes, type(module).__name__)
+    rebound.meta.update(module.meta)
+    return rebound
+
+
+def _refuse_move() -> NoReturn:
+    raise MoveError(
+        "a pipeline is not moved: the plan owns the placement of every stage",
+        remedy="fxsplit.compile(pipe.unsplit(), pipe.plan.replace(devices=...), example_args=...)",
+    )
+
+

@@ -1,0 +1,1 @@
+"""Model + example arguments → `Traced`."""

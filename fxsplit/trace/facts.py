@@ -1,0 +1,123 @@
+"""Run the graph once on the example and write down what each node does: values, writes, randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import storage_key, tree_leaves, tree_map
+from ..graph import resolve
+from ..ir import NodeFacts, TensorSpec
+from ..state import preserved
+
+
+def find_facts(model: nn.Module, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Mapping[str, NodeFacts]:
+    """Facts per node name, from one run without gradients in the model's mode and one in the other mode.
+
+    Dropout returns its input in eval mode and draws numbers in train mode; batch normalisation writes its
+    buffers in train mode only: what may be cut apart has to hold for both. Where the other mode cannot run
+    on this example (batch normalisation of a single row), every module is taken to draw and to write.
+    """
+    modes = [m.training for m in model.modules()]
+    found = []
+    for flip in (False, True):
+        with preserved(model), torch.no_grad():
+            for m, training in zip(model.modules(), modes, strict=True):
+                m.training = (not any(modes)) if flip else training
+            finder = _FactFinder(model, module, first_number=_OTHER_MODE if flip else 0)
+            try:
+                finder.run(*(x.detach().clone() for x in inputs))
+            except Exception:
+                if not flip:
+                    raise
+                return {name: _cautious(model, module, name, fact) for name, fact in found[0].items()}
+            found.append(finder.facts)
+    return {name: _union(fact, found[1][name]) for name, fact in found[0].items()}
+
+
+_OTHER_MODE = 1 << 32  # storages of the two runs are numbered apart, so that their union stays meaningful
+
+
+def _union(a: NodeFacts, b: NodeFacts) -> NodeFacts:
+    return replace(
+        a,
+        storages=a.storages | b.storages,
+        writes=a.writes | b.writes,
+        lasting=a.lasting | b.lasting,
+        buffers=tuple(dict.fromkeys((*a.buffers, *b.buffers))),
+        random=a.random or b.random,
+    )
+
+
+def _cautious(model: nn.Module, module: fx.GraphModule, name: str, fact: NodeFacts) -> NodeFacts:
+    node = next(n for n in module.graph.nodes if n.name == name)
+    if node.op != "call_module":
+        return fact
+    own = {id(b) for b in resolve(module, str(node.target)).buffers()}
+    return replace(fact, buffers=tuple(n for n, b in model.named_buffers() if id(b) in own), random=True)
+
+
+class _FactFinder(fx.Interpreter):
+    """Watches version counters, buffer values and the generator's state around every node."""
+
+    def __init__(self, model: nn.Module, module: fx.GraphModule, first_number: int) -> None:
+        super().__init__(module, garbage_collect_values=False)  # a reused address would look like an alias
+        self.facts: dict[str, NodeFacts] = {}
+        self._numbers: dict[int, int] = {}
+        self._first_number = first_number
+        self._parameter_names = {id(p): name for name, p in model.named_parameters()}  # ties: the first name
+        self._buffer_names = {self._number(b): name for name, b in model.named_buffers()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        owned = self._owned_tensors(n)
+        read = [t for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n)) if isinstance(t, torch.Tensor)]
+        versions = [(t, t._version) for t in (*read, *owned)]
+        buffers = [(b, b.detach().clone()) for b in owned if self._number(b) in self._buffer_names]
+        generator = _generator_states(read)
+        value = super().run_node(n)
+        written = [t for t, version in versions if t._version != version]
+        changed = [b for b, before in buffers if not _same(b, before)]
+        made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+        tensors = [*read, *owned, *made] if n.op != "output" else []
+        writes = {self._number(t) for t in (*written, *changed)}
+        self.facts[n.name] = NodeFacts(
+            module_path=str(n.target) if n.op == "call_module" else n.meta.get("module_path", ""),
+            source=n.meta.get("source"),
+            value=tree_map(_spec, value),
+            storages=frozenset(self._number(t) for t in tensors),
+            writes=frozenset(writes),
+            lasting=frozenset(self._number(t) for t in (made if n.op == "placeholder" else owned)),
+            parameters=tuple(dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)),
+            buffers=tuple(self._buffer_names[w] for w in sorted(writes) if w in self._buffer_names),
+            random=not all(torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)),
+        )
+        return value
+
+    def _owned_tensors(self, n: fx.Node) -> list[torch.Tensor]:
+        if n.op == "call_module":
+            owner = resolve(self.module, str(n.target))
+            return [*owner.parameters(), *owner.buffers()]
+        if n.op == "get_attr":
+            value = resolve(self.module, str(n.target))
+            return [value] if isinstance(value, torch.Tensor) else []
+        return []
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        return self._numbers.setdefault(storage_key(tensor), self._first_number + len(self._numbers))
+
+
+def _spec(leaf: Any) -> Any:
+    return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_meta or bool(torch.equal(a, b)) or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _generator_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in devices)]

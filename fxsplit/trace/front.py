@@ -1,0 +1,152 @@
+"""Which front end captures the model, and under which conditions its graph is accepted."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import tree_flatten
+from ..errors import ModelError, TraceError
+from ..graph import bind, first_difference, resolve, structure
+from ..ir import Traced
+from ..signature import Signature
+from ..state import preserved
+from .facts import find_facts
+from .tracer import CannotInline, LeafFallbackTracer, error_line
+
+# Tracing patches classes of torch for the whole process: four threads at once poison it for good.
+_TRACING = threading.RLock()
+
+
+def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Capture `model` as a graph over its own modules.
+
+    *Requires* an example call ``model(*args, **kwargs)``. *Ensures* that the model is as it was, that the graph
+    is the same in train and eval mode (modules that read ``self.training`` stay whole), and that every node
+    has its facts.
+
+    Raises:
+        ModelError: `model` is not an `nn.Module`, or computes nothing.
+        ArgumentError: the example does not fit `forward`.
+        TraceError: the model itself cannot be inlined; names the user's line.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the model is {type(model).__name__}, not an nn.Module",
+            remedy="pass the module instance: fxsplit.compile(model, plan, example_args=(x,))",
+        )
+    signature = Signature.of_example(model.forward, args, kwargs)
+    with _TRACING, preserved(model):
+        kept: dict[str, str] = {}
+        tracer, graph, out_spec = _trace_in_both_modes(model, signature, kept)
+    _read_attributes_where_used(graph)
+    attributes = {
+        str(node.target): tracer.constants[str(node.target)] if node.target in tracer.constants else resolve(model, str(node.target))
+        for node in graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+    if not any(node.op in ("call_module", "call_function", "call_method") for node in graph.nodes):
+        raise ModelError(
+            f"{type(model).__name__} computes nothing: its outputs are its inputs or parameters",
+            remedy="compile a model with at least one operation",
+        )
+    module = bind(graph, attributes, type(model).__name__)
+    facts = find_facts(model, module, signature.flatten(args, kwargs))
+    # `y += c` on a number is an ordinary addition: fx prints the in-place form, which would rebind the name
+    for node in module.graph.nodes:
+        _number_is_not_mutated(node, facts[node.args[0].name].value if node.args and isinstance(node.args[0], fx.Node) else None)
+    module.recompile()
+    used = {path: why for path, why in kept.items() if path in attributes}
+    return Traced(module, signature, out_spec, facts, "fxsplit tracer (proxies, leaf fallback)", used)
+
+
+def _trace_in_both_modes(model: nn.Module, signature: Signature, kept: dict[str, str]) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
+    while True:
+        before = len(kept)
+        graphs = []
+        for training in (None, True, False):
+            with preserved(model):
+                for module in model.modules():
+                    module.training = module.training if training is None else training
+                graphs.append(_trace_once(model, signature, kept))
+        if len(kept) > before:
+            continue  # trace again from the start, so that names do not depend on what was tried
+        rows = [structure(graph) for _, graph, _ in graphs]
+        for other in (1, 2):
+            where = first_difference(rows[0], rows[other])
+            if where is not None:
+                _keep_mode_reader(model, [graphs[0][1], graphs[other][1]], where, kept)
+        if len(kept) == before:
+            return graphs[0]
+
+
+def _keep_mode_reader(model: nn.Module, graphs: Sequence[fx.Graph], where: int, kept: dict[str, str]) -> None:
+    nodes = [list(graph.nodes)[where : where + 1] for graph in graphs]
+    found = [node for row in nodes for node in row if node.op != "output"]
+    paths = [node.meta["module_path"] for node in found]
+    path = max(paths, key=len, default="")
+    owner = next((n for n in found if n.meta["module_path"] == path), None)
+    if path in kept and owner is not None and owner.op == "call_module":
+        path = path.rpartition(".")[0]
+    if not path:
+        raise TraceError(
+            f"{type(model).__name__}.forward takes another path in train() than in eval()",
+            where=str(owner.meta["source"]) if owner is not None else None,
+            remedy="move the part that reads self.training into a submodule (nn.Dropout instead of F.dropout)",
+        )
+    kept[path] = "it reads self.training"
+
+
+def _trace_once(model: nn.Module, signature: Signature, kept: dict[str, str]) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
+    tracer = LeafFallbackTracer(kept)
+    specs = []
+
+    def call(root: nn.Module, *proxies: Any) -> Sequence[Any]:
+        args, kwargs = signature.unflatten(proxies)
+        leaves, spec = tree_flatten(root.forward(*args, **kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, fx.Proxy | torch.Tensor | int | float | bool | str | type(None)):
+                raise CannotInline(
+                    f"it returns {type(leaf).__name__}, which is not a registered pytree "
+                    f"(torch.utils._pytree.register_pytree_node or register_dataclass)"
+                )
+        specs.append(spec)
+        return leaves
+
+    try:
+        graph = tracer.flat_trace(model, call, [a.placeholder for a in signature.arguments])
+    except Exception as error:
+        line = error_line(error)
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise TraceError(
+            f"{type(model).__name__}.forward cannot be captured: {text or type(error).__name__}",
+            where=str(line) if line else None,
+            remedy="move what depends on the values of tensors into a submodule (it is then kept whole), "
+            "or replace it by tensor operations such as torch.where",
+        ) from error
+    return tracer, graph, specs[0]
+
+
+def _read_attributes_where_used(graph: fx.Graph) -> None:
+    """One ``get_attr`` before each reader: every stage then reads its own parameters."""
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                copy = graph.node_copy(node)
+            user.replace_input_with(node, copy)
+        graph.erase_node(node)
+
+
+def _number_is_not_mutated(node: fx.Node, value: Any) -> None:
+    name = getattr(node.target, "__name__", "")
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
+        plain = getattr(operator, name[1:], None)
+        if plain is not None and isinstance(value, int | float | bool | complex):
+            node.target = plain

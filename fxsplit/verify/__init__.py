@@ -1,0 +1,1 @@
+"""The proof that the split is the model: by structure, and by numbers."""

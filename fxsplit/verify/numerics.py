@@ -1,0 +1,88 @@
+"""Run the model and the program on the same example and compare every number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import tree_leaves
+from ..errors import VerifyError
+from ..ir import Program, Traced
+from ..state import preserved
+
+Outcome = dict[str, torch.Tensor | None]
+
+
+def verify_numerics(model: nn.Module, traced: Traced, program: Program, inputs: Sequence[torch.Tensor]) -> None:
+    """Outputs, gradients, buffers and the state of the generator after one forward and backward.
+
+    *Requires* that the stages' parameters are on the stages' devices. The model is left as it was.
+
+    Raises:
+        VerifyError: names the first value that differs, and by how much.
+    """
+    args, kwargs = traced.signature.unflatten(inputs)
+    expected = _outcome(model, inputs, lambda values: tree_leaves(model(*_call(traced, values)[0], **_call(traced, values)[1])))
+    found = _outcome(model, inputs, lambda values: list(program.root(*values)))
+    del args, kwargs
+    for name, value in expected.items():
+        other = found[name]
+        if not _equal(value, other):
+            raise VerifyError(
+                f"the split computes another {name} than the model: {_difference(value, other)}",
+                remedy="keep the module that computes it out of the graph: give it a forward hook, or report the model",
+            )
+
+
+def _call(traced: Traced, values: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    return traced.signature.unflatten(values)
+
+
+def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Any) -> Outcome:
+    with preserved(model), torch.enable_grad():
+        for parameter in model.parameters():
+            parameter.grad = None
+        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        # A leaf that requires gradients refuses in-place writes: hand out a view of it, as a model in a
+        # larger model would get.
+        values = run([x.view_as(x) if x.requires_grad else x for x in leaves])
+        outcome: Outcome = {}
+        roots, grads = [], []
+        for i, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            outcome[f"output {i}"] = value.detach().clone()
+            if value.requires_grad:
+                roots.append(value)
+                grads.append(_weights(value))
+        if roots:
+            torch.autograd.backward(roots, grads)
+        outcome.update({f"gradient of input {i}": x.grad for i, x in enumerate(leaves) if x.requires_grad})
+        outcome.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
+        outcome.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+        outcome["state of the random number generator"] = torch.get_rng_state()
+    return outcome
+
+
+def _weights(value: torch.Tensor) -> torch.Tensor:
+    """Gradients that differ from element to element, and from run to run not at all."""
+    ramp = torch.linspace(0.5, 1.5, max(value.numel(), 1), device=value.device)[: value.numel()]
+    return ramp.reshape(value.shape).to(value.dtype)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    a, b = a.detach().cpu(), b.detach().cpu()
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b) or torch.allclose(a, b, 1e-5, 1e-6, equal_nan=True))
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
+    if a is None or b is None:
+        return "none in the split" if b is None else "none in the model"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{b.dtype}{tuple(b.shape)} instead of {a.dtype}{tuple(a.shape)}"
+    return f"off by {(a.detach().cpu().double() - b.detach().cpu().double()).abs().max().item():.3g}"
