@@ -8,4 +8,15 @@ from .runtime.pipeline import Pipeline
 from .runtime.schedule import Action, Schedule
 
 __version__ = "0.1.0"
-__all__ = ["Action", "Assignment", "Pipeline", "Plan", "Program", "Schedule", "Stage", "Traced", "compile", "errors"]
+__all__ = [
+    "Action",
+    "Assignment",
+    "Pipeline",
+    "Plan",
+    "Program",
+    "Schedule",
+    "Stage",
+    "Traced",
+    "compile",
+    "errors",
+]

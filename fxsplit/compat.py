@@ -65,4 +65,4 @@ def parameter_hooks_silenced(parameters: Sequence[torch.Tensor]) -> Iterator[Non
 
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
-    return tensor.untyped_storage()._cdata  # torch 2.13
+    return int(tensor.untyped_storage()._cdata)  # torch 2.13

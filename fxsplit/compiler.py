@@ -52,9 +52,9 @@ def compile(
     if plan is None:
         plan = Plan()
     if not isinstance(plan, Plan):
-        raise PlanError(f"the plan is {type(plan).__name__}", remedy="fxsplit.compile(model, fxsplit.Plan(stages=2), ...)")
-    if isinstance(example_args, torch.Tensor):
-        example_args = (example_args,)
+        raise PlanError(
+            f"the plan is {type(plan).__name__}", remedy="fxsplit.compile(model, fxsplit.Plan(stages=2), ...)"
+        )
     kwargs = dict(example_kwargs or {})
 
     traced = trace(model, example_args, kwargs)
@@ -63,21 +63,19 @@ def compile(
     program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
     verify_structure(model, traced, program)
     if check:
-        moves = any(device != x.device for device in assignment.devices for x in [*model.parameters(), *inputs])
-        verify_numerics(model, traced, program if not moves else _unmoved(traced), inputs)
+        moves = any(
+            device != x.device for device in assignment.devices for x in [*model.parameters(), *inputs]
+        )
+        verify_numerics(model, traced, traced.module if moves else program.root, inputs)
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merges = _merges(model, traced, plan, dims, inputs)
     _place(model, program)
     return Pipeline(model, plan, traced, assignment, program, dims, merges, [x.detach() for x in inputs])
 
 
-def _unmoved(traced: Traced) -> Program:
-    """The traced graph as a program: what can run before the parameters have moved."""
-    inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
-    return Program((), traced.module, inputs, ())
-
-
-def _merges(model: nn.Module, traced: Traced, plan: Plan, dims: BatchDims, inputs: Sequence[torch.Tensor]) -> list[Merge]:
+def _merges(
+    model: nn.Module, traced: Traced, plan: Plan, dims: BatchDims, inputs: Sequence[torch.Tensor]
+) -> list[Merge]:
     count = len(output_values(traced.graph))
     if plan.micro_batches == 1:
         return [Merge("same")] * count

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
-import torch
 from torch import fx, nn
 
 from .ir import NodeFacts, Traced
@@ -44,14 +43,9 @@ def bind(graph: fx.Graph, attributes: Mapping[str, Any], class_name: str) -> fx.
     return fx.GraphModule(dict(attributes), graph, class_name)
 
 
-def structure(graph: fx.Graph, *, rename: Mapping[str, str] | None = None) -> list[tuple[Any, ...]]:
-    """Every node as (op, target, args, kwargs) with operands as positions: equal for equal programs.
-
-    Args:
-        rename: replaces targets of ``call_module`` and ``get_attr``.
-    """
+def structure(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Every node as (op, target, args, kwargs) with operands as positions: equal for equal programs."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    rename = rename or {}
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -64,15 +58,16 @@ def structure(graph: fx.Graph, *, rename: Mapping[str, str] | None = None) -> li
             return ("slice", plain(value.start), plain(value.stop), plain(value.step))
         return (type(value).__name__, repr(value) if isinstance(value, float) else value)
 
-    rows = []
-    for node in graph.nodes:
-        target = node.target
-        if node.op in ("call_module", "get_attr"):
-            target = rename.get(str(target), target)
-        if node.op == "output":
-            target = "output"
-        rows.append((node.op, target, plain(node.args), plain(node.kwargs)))
-    return rows
+    # a placeholder is its position, whatever its name
+    return [
+        (
+            node.op,
+            None if node.op in ("placeholder", "output") else node.target,
+            plain(node.args),
+            plain(node.kwargs),
+        )
+        for node in graph.nodes
+    ]
 
 
 def first_difference(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]]) -> int | None:
@@ -105,9 +100,9 @@ def cut_bytes(traced: Traced, nodes: Sequence[fx.Node]) -> list[int]:
     return across
 
 
-def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph:
+def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph[int]:
     """The quotient graph: stages, and an edge wherever a value goes from one to another."""
-    quotient = nx.DiGraph()
+    quotient: nx.DiGraph[int] = nx.DiGraph()
     quotient.add_nodes_from(sorted(set(stage_of.values())))
     for node in graph.nodes:
         for user in node.users:
@@ -129,8 +124,3 @@ def region_modules(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     for _, child in module.named_children():
         if isinstance(child, fx.GraphModule):
             yield child
-
-
-def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors among `values`."""
-    return [v for v in values if isinstance(v, torch.Tensor)]

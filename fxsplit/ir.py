@@ -140,7 +140,10 @@ class Assignment:
         return {name: i for i, names in enumerate(self.stages) for name in names}
 
     def __repr__(self) -> str:
-        parts = [f"{i}: {len(names)} nodes on {d}" for i, (names, d) in enumerate(zip(self.stages, self.devices, strict=True))]
+        parts = [
+            f"{i}: {len(names)} nodes on {d}"
+            for i, (names, d) in enumerate(zip(self.stages, self.devices, strict=True))
+        ]
         return f"Assignment({'; '.join(parts)})"
 
 
@@ -233,11 +236,12 @@ class Program:
 
 
 def _with_sources(code: str, sources: Mapping[str, str]) -> str:
-    """`code` with the user's line behind the first statement of each run that comes from it."""
+    """`code` with the user's line as a comment above each run of statements that comes from it."""
     lines, last = [], ""
     for line in code.splitlines():
-        name = line.split("=", 1)[0].strip()
-        source = sources.get(name, "") if line.startswith("    ") else ""
-        lines.append(f"{line}  # {source}" if source and source != last else line)
-        last = source or last
+        source = sources.get(line.split("=", 1)[0].strip(), "") if line.startswith("    ") else ""
+        if source and source != last:
+            lines.append(f"    # {source}")
+            last = source
+        lines.append(line)
     return "\n".join(lines)

@@ -21,7 +21,9 @@ def transfer(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`; differentiable, strides kept, no copy where nothing crosses."""
     if isinstance(value, fx.Proxy):
         return value.tracer.create_proxy("call_function", transfer, (value, device), {})
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value
+    )
 
 
 class _Mode(threading.local):

@@ -94,7 +94,9 @@ class Plan:
 
     def ways_to_cut(self) -> list[str]:
         """The fields among stages, balance, cut and device_map that are set."""
-        return [name for name in ("stages", "balance", "cut", "device_map") if getattr(self, name) is not None]
+        return [
+            name for name in ("stages", "balance", "cut", "device_map") if getattr(self, name) is not None
+        ]
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
@@ -103,7 +105,8 @@ class Plan:
         ways = self.ways_to_cut()
         if len(ways) > 1:
             raise PlanError(
-                f"{ways[0]}= and {ways[1]}= both say where to cut", remedy=f"keep one of {ways[0]}=, {ways[1]}="
+                f"{ways[0]}= and {ways[1]}= both say where to cut",
+                remedy=f"keep one of {ways[0]}=, {ways[1]}=",
             )
         if not ways:
             self._set("stages", 1)
@@ -112,7 +115,8 @@ class Plan:
         elif ways == ["balance"]:
             if isinstance(self.balance, str) or not isinstance(self.balance, Sequence) or not self.balance:
                 raise PlanError(
-                    f"balance={self.balance!r} is not a list of unit counts", remedy="balance=[2, 2], one count a stage"
+                    f"balance={self.balance!r} is not a list of unit counts",
+                    remedy="balance=[2, 2], one count a stage",
                 )
             for i, count in enumerate(self.balance):
                 _check_positive(f"balance[{i}]", count)
@@ -138,17 +142,21 @@ class Plan:
             )
         if self.devices is not None:
             raise PlanError(
-                "device_map= and devices= both say where to place", remedy="keep device_map= alone, it names the devices"
+                "device_map= and devices= both say where to place",
+                remedy="keep device_map= alone, it names the devices",
             )
         resolved: dict[str, str | tuple[str, str]] = {}
         for path, device in self.device_map.items():
             if not isinstance(path, str):
-                raise PlanError(f"device_map key {path!r} is not a module path", remedy='use a string such as "h.4"')
+                raise PlanError(
+                    f"device_map key {path!r} is not a module path", remedy='use a string such as "h.4"'
+                )
             where = f"device_map[{path!r}]"
             if isinstance(device, list | tuple):
                 if len(device) != 2:
                     raise PlanError(
-                        f"{where} has {len(device)} devices", remedy="one device, or a pair (device, output device)"
+                        f"{where} has {len(device)} devices",
+                        remedy="one device, or a pair (device, output device)",
                     )
                 resolved[path] = (_device(where, device[0]), _device(where, device[1]))
             else:
@@ -160,7 +168,9 @@ class Plan:
             self._set("devices", _device("devices", self.devices))
             return
         if not isinstance(self.devices, Sequence) or not self.devices:
-            raise PlanError(f"devices={self.devices!r} is not a device or a list of devices", remedy='devices=["cuda:0"]')
+            raise PlanError(
+                f"devices={self.devices!r} is not a device or a list of devices", remedy='devices=["cuda:0"]'
+            )
         if any(isinstance(d, list | tuple) for d in self.devices):
             raise PlanError(
                 "devices= holds rows of devices: replicas of a stage on different devices are not supported",
@@ -240,7 +250,9 @@ class Plan:
             try:
                 fields = json.load(file)
             except ValueError as error:
-                raise PlanError(f"{os.fspath(path)} is not JSON: {error}", remedy="write it with plan.save(path)") from None
+                raise PlanError(
+                    f"{os.fspath(path)} is not JSON: {error}", remedy="write it with plan.save(path)"
+                ) from None
         if not isinstance(fields, dict):
             raise PlanError(f"{os.fspath(path)} holds no plan", remedy="write it with plan.save(path)")
         return cls.from_dict(fields)
@@ -258,8 +270,12 @@ def _check_positive(field: str, value: object) -> None:
 
 def _device(where: str, device: object) -> str:
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise PlanError(f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0')
+        raise PlanError(
+            f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0'
+        )
     try:
         return str(torch.device(device))
     except RuntimeError as error:
-        raise PlanError(f"{where}: {str(error).splitlines()[0]}", remedy='a device such as "cpu", "cuda:0" or 0') from None
+        raise PlanError(
+            f"{where}: {str(error).splitlines()[0]}", remedy='a device such as "cpu", "cuda:0" or 0'
+        ) from None

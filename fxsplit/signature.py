@@ -63,7 +63,9 @@ class Signature:
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 argument = re.split(r"[\[.]", name, maxsplit=1)[0]
-                arguments.append(Argument(name, _identifier(name, taken), argument, leaf.dtype, leaf.device, leaf.dim()))
+                arguments.append(
+                    Argument(name, _identifier(name, taken), argument, leaf.dtype, leaf.device, leaf.dim())
+                )
             else:
                 constants[i] = leaf
         if not arguments:
@@ -104,11 +106,13 @@ class Signature:
         """`args` and `kwargs` of `forward` with these values in place of the tensor inputs."""
         values = iter(tensors)
         leaves = [self.constants[i] if i in self.constants else next(values) for i in range(len(self.names))]
-        bound = inspect.BoundArguments(self.signature, tree_unflatten(leaves, self.spec))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.signature, tree_unflatten(leaves, self.spec))
         return bound.args, bound.kwargs
 
 
-def _bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+def _bind(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -18,7 +18,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     attributes = [attributes_of(module) for module in modules]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    devices = sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
+    devices = sorted(
+        {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
+    )
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -28,10 +30,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.data.copy_(value)  # .data: autograd graphs of the user may have saved the buffer
-                for parameter, grad, value in grads:
+                for parameter, grad, kept in grads:
                     parameter.grad = grad
-                    if grad is not None and value is not None:
-                        grad.data.copy_(value)
+                    if grad is not None and kept is not None:
+                        grad.data.copy_(kept)
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:

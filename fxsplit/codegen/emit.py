@@ -104,19 +104,27 @@ class _StageWriter:
             return bool(specs) and self.devices[self.made_by[node.name]] != here
         return any(s.device != here for s in specs)
 
-    def _copy(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], attributes: dict[str, object], node: fx.Node) -> None:
+    def _copy(
+        self, graph: fx.Graph, values: dict[fx.Node, fx.Node], attributes: dict[str, object], node: fx.Node
+    ) -> None:
         copy = graph.node_copy(node, lambda operand: values[operand])
         if node.op in ("call_module", "get_attr"):
             copy.target = self.names[str(node.target)]
             attributes[copy.target] = resolve(self.traced.module, str(node.target))
         values[node] = copy
 
-    def _checkpoint(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], run: Sequence[fx.Node], number: int) -> None:
+    def _checkpoint(
+        self, graph: fx.Graph, values: dict[fx.Node, fx.Node], run: Sequence[fx.Node], number: int
+    ) -> None:
         inside = set(run)
         order = {node: i for i, node in enumerate(self.traced.graph.nodes)}
         reads = sorted({o for n in run for o in n.all_input_nodes if o not in inside}, key=order.__getitem__)
         wanted = set(self.part.outputs)
-        gives = [n for n in run if n in wanted or any(user not in inside and user in set(self.part.nodes) for user in n.users)]
+        gives = [
+            n
+            for n in run
+            if n in wanted or any(user not in inside and user in set(self.part.nodes) for user in n.users)
+        ]
         region_graph = fx.Graph()
         inner = {node: region_graph.placeholder(values[node].name) for node in reads}
         attributes: dict[str, object] = {}
@@ -136,7 +144,9 @@ class _StageWriter:
             values[gives[0]] = result
         else:
             for i, node in enumerate(gives):
-                values[node] = graph.create_node("call_function", operator.getitem, (result, i), name=node.name)
+                values[node] = graph.create_node(
+                    "call_function", operator.getitem, (result, i), name=node.name
+                )
 
 
 def _local_buffer(fqn: str, run: Sequence[fx.Node], names: Mapping[str, str]) -> str:

@@ -33,6 +33,10 @@ def extract(traced: Traced, assignment: Assignment) -> tuple[Part, ...]:
     for index, nodes in enumerate(by_stage):
         inside = set(nodes)
         read = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
-        given = [n for n in nodes if n in results or any(user not in inside and user.op != "output" for user in n.users)]
+        given = [
+            n
+            for n in nodes
+            if n in results or any(user not in inside and user.op != "output" for user in n.users)
+        ]
         parts.append(Part(index, tuple(nodes), tuple(sorted(read, key=order.__getitem__)), tuple(given)))
     return tuple(parts)

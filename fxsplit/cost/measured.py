@@ -16,7 +16,9 @@ from ..ir import Traced
 from ..state import preserved
 
 
-def measured_seconds(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], *, runs: int = 3) -> dict[str, float]:
+def measured_seconds(
+    model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], *, runs: int = 3
+) -> dict[str, float]:
     """Median seconds of forward plus backward per node, over `runs` runs after one that is not counted.
 
     The model's buffers, gradients, modes and the random number generator are as before afterwards.
@@ -70,5 +72,3 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -43,10 +44,12 @@ def partition(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     if starts is None:
         starts = _automatic(traced, plan.stages or 1, units, costs)
     bounds = [0, *starts, len(nodes)]
-    stages = tuple(tuple(n.name for n in nodes[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    stages = tuple(tuple(n.name for n in nodes[a:b]) for a, b in itertools.pairwise(bounds))
     if devices is None:
         devices = _stage_devices(model, plan, len(stages))
-    assignment = Assignment(stages, tuple(devices), tuple(sum(costs[n] for n in names) for names in stages), plan.cost)
+    assignment = Assignment(
+        stages, tuple(devices), tuple(sum(costs[n] for n in names) for names in stages), plan.cost
+    )
     _refuse_parameter_on_two_devices(traced, assignment)
     return assignment
 
@@ -72,13 +75,20 @@ def _shared_depth(paths: Sequence[str], position: int) -> int:
     if position == 0:
         return 0
     before, after = paths[position - 1].split("."), paths[position].split(".")
-    return next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+        min(len(before), len(after)),
+    )
 
 
 def _by_balance(model: nn.Module, traced: Traced, balance: Sequence[int], units: Sequence[Unit]) -> list[int]:
     counted = sequential_units(model, traced, units)
     if sum(balance) != len(counted):
-        kind = "children" if isinstance(model, nn.Sequential) else "units (groups of graph nodes that can be cut apart)"
+        kind = (
+            "children"
+            if isinstance(model, nn.Sequential)
+            else "units (groups of graph nodes that can be cut apart)"
+        )
         raise PartitionError(
             f"balance={list(balance)} adds up to {sum(balance)}, but {type(model).__name__} has {len(counted)} {kind}",
             remedy=f"counts that add up to {len(counted)}, or stages={len(balance)} for an automatic cut",
@@ -103,24 +113,34 @@ def _by_paths(model: nn.Module, traced: Traced, paths: Sequence[str], units: Seq
                 remedy=did_you_mean(path, [n for n in modules if n]),
             )
         name = first_name[id(modules[path])]
-        start = next((i for i, n in enumerate(nodes) if is_within(traced.facts[n.name].module_path, name)), None)
+        start = next(
+            (i for i, n in enumerate(nodes) if is_within(traced.facts[n.name].module_path, name)), None
+        )
         if start is None:
             whole = next((k for k in traced.kept_whole if is_within(name, k)), None)
             raise PartitionError(
-                f"cut= names {path!r}, which " + (f"is inside {whole!r}, kept whole" if whole else "the model does not call"),
+                f"cut= names {path!r}, which "
+                + (f"is inside {whole!r}, kept whole" if whole else "the model does not call"),
                 remedy=f"cut at {whole!r}" if whole else "name a module that runs in forward",
             )
         if start == 0:
-            raise PartitionError(f"cut= names {path!r}, with which the program begins: stage 0 would be empty", remedy="leave it out")
+            raise PartitionError(
+                f"cut= names {path!r}, with which the program begins: stage 0 would be empty",
+                remedy="leave it out",
+            )
         if start in starts:
-            raise PartitionError(f"cut= names {path!r} and {starts[start]!r}, which begin at the same place", remedy="keep one")
+            raise PartitionError(
+                f"cut= names {path!r} and {starts[start]!r}, which begin at the same place", remedy="keep one"
+            )
         if start not in legal:
             _refuse_cut(traced, start, f"cut= names {path!r}, but the program may not be cut there")
         starts[start] = path
     return sorted(starts)
 
 
-def _by_device_map(model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit]) -> tuple[list[int], list[torch.device]]:
+def _by_device_map(
+    model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit]
+) -> tuple[list[int], list[torch.device]]:
     assert plan.device_map is not None
     nodes = compute_nodes(traced.graph)
     placed = place_nodes(model, traced, plan.device_map)
@@ -130,7 +150,11 @@ def _by_device_map(model: nn.Module, traced: Traced, plan: Plan, units: Sequence
         if placed[node.name] == devices[-1]:
             continue
         if i not in legal:
-            _refuse_cut(traced, i, f"device_map moves from {devices[-1]} to {placed[node.name]} where the program may not be cut")
+            _refuse_cut(
+                traced,
+                i,
+                f"device_map moves from {devices[-1]} to {placed[node.name]} where the program may not be cut",
+            )
         starts.append(i)
         devices.append(placed[node.name])
     return starts, devices
@@ -141,9 +165,13 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
     bond = next(b for b in bonds(traced) if b.first < position <= b.last)
     first, last = (nodes[i] for i in (bond.first, bond.last))
     writer = bond.writer or last
-    where = f"{first.name} ({traced.facts[first.name].source}) … {last.name} ({traced.facts[last.name].source})"
+    where = (
+        f"{first.name} ({traced.facts[first.name].source}) … {last.name} ({traced.facts[last.name].source})"
+    )
     raise PartitionError(
-        f"{what}: {writer.name!r} writes in place to a value that both sides see" if bond.writer else f"{what}: a parameter and its reader",
+        f"{what}: {writer.name!r} writes in place to a value that both sides see"
+        if bond.writer
+        else f"{what}: a parameter and its reader",
         where=where,
         remedy=f"cut before {first.name!r} or after {last.name!r}, or write out of place",
     )

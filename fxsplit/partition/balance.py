@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Sequence
 
@@ -24,10 +23,12 @@ def lightest_bottleneck(weights: Sequence[float], stages: int) -> float:
     for part in range(2, stages + 1):
         row = [float("inf")] * (n + 1)
         for i in range(part, n + 1):
-            # the last part is (p, i]; its weight falls with p while best[p] rises
-            p = bisect.bisect_left(range(part - 1, i - 1), True, key=lambda q, i=i: best[q] >= sums[i] - sums[q])  # type: ignore[misc]
-            p += part - 1
-            row[i] = min(max(best[q], sums[i] - sums[q]) for q in {p, max(p - 1, part - 1)})
+            # The last part is (p, i]: its weight falls with p, while best[p] rises. Find where they cross.
+            low, high = part - 1, i - 1
+            while low < high:
+                p = (low + high) // 2
+                low, high = (low, p) if best[p] >= sums[i] - sums[p] else (p + 1, high)
+            row[i] = min(max(best[q], sums[i] - sums[q]) for q in {low, max(low - 1, part - 1)})
         best = row
     return best[n]
 

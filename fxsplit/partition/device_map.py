@@ -14,7 +14,7 @@ from ..ir import Traced
 Pair = tuple[torch.device, torch.device]
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> dict[str, Pair]:
+def check_device_map(model: nn.Module, device_map: Mapping[str, str | tuple[str, str]]) -> dict[str, Pair]:
     """The map with every key checked against the model and every value as (device, output device).
 
     A key may be any alias of a shared module; the first name of the module is used.
@@ -24,7 +24,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> dict
             are sent to different devices.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     first_name = {id(module): name for name, module in model.named_modules()}
     resolved: dict[str, Pair] = {}
     spelled: dict[str, str] = {}
@@ -34,7 +37,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> dict
                 f"device_map names {key!r}, which {type(model).__name__} does not have",
                 remedy=did_you_mean(key, [*modules, *tensors]),
             )
-        pair = tuple(map(torch.device, value)) if isinstance(value, tuple | list) else (torch.device(value),) * 2  # type: ignore[call-overload]
+        device, output = (value, value) if isinstance(value, str) else value
+        pair = (torch.device(device), torch.device(output))
         name = first_name[id(modules[key])] if key in modules else key
         if name in resolved and resolved[name] != pair:
             raise PartitionError(
@@ -42,11 +46,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> dict
                 f"its alias {key!r} to {pair[0]}",
                 remedy=f"name only one of {spelled[name]!r} and {key!r}",
             )
-        resolved[name], spelled[name] = (pair[0], pair[1]), key
+        resolved[name], spelled[name] = pair, key
     return resolved
 
 
-def place_nodes(model: nn.Module, traced: Traced, device_map: Mapping[str, object]) -> dict[str, torch.device]:
+def place_nodes(
+    model: nn.Module, traced: Traced, device_map: Mapping[str, str | tuple[str, str]]
+) -> dict[str, torch.device]:
     """A device for every node of the graph.
 
     The deepest key that holds the node's module decides. A node that no key holds follows the last of its
@@ -81,7 +87,9 @@ def place_nodes(model: nn.Module, traced: Traced, device_map: Mapping[str, objec
             placed[node.name] = readers[0]
     for node in nodes:
         if node.op == "get_attr":  # a parameter goes where it is read
-            placed[node.name] = placed[next(iter(node.users)).name] if _placed_users(node, placed) else placed[node.name]
+            placed[node.name] = (
+                placed[next(iter(node.users)).name] if _placed_users(node, placed) else placed[node.name]
+            )
     return placed
 
 

@@ -55,7 +55,9 @@ class Runner:
         """The merged tensor outputs, each value once, and whether each is differentiable."""
         by_micro_batch = self.call.forward()
         self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
-        self.results = [m.merge(values, self.rows) for m, values in zip(self.merges, self.per_output, strict=True)]
+        self.results = [
+            m.merge(values, self.rows) for m, values in zip(self.merges, self.per_output, strict=True)
+        ]
         first: dict[str, int] = {}
         for i, name in enumerate(self.call.program.outputs):
             if isinstance(name, str) and isinstance(self.results[i], torch.Tensor):
@@ -65,7 +67,9 @@ class Runner:
         differentiable = [any(v.requires_grad for v in self.per_output[i]) for i in self.positions]
         return [t.detach() for t in tensors], differentiable
 
-    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> list[torch.Tensor | None]:
         """The gradients of the tensor inputs and of the parameters.
 
         Raises:

@@ -55,7 +55,9 @@ class Call:
         self.grad, self.checkpoint, self.context = grad, checkpoint, context
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = serial or len(chunks) == 1
-        self.base_seed = draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
+        self.base_seed = (
+            draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
+        )
         self.made_by, self.readers = program.producers(), program.readers()
         self.results = {v for v in program.outputs if isinstance(v, str)}
         self.values: dict[tuple[str, int], Any] = {}
@@ -121,7 +123,11 @@ class Call:
 
     def _forward(self, action: Action) -> None:
         stage, i = self.program.stages[action.stage], action.micro_batch
-        with self._errors_say_where(action), self._random_numbers(stage, i), torch.set_grad_enabled(self.grad):
+        with (
+            self._errors_say_where(action),
+            self._random_numbers(stage, i),
+            torch.set_grad_enabled(self.grad),
+        ):
             with recomputation(self._is_recomputed(i)):
                 inputs = {name: self._take(name, i) for name in stage.inputs}
                 result = stage.module(*inputs.values())
@@ -134,10 +140,8 @@ class Call:
 
     def _backward(self, action: Action) -> None:
         stage, i = self.program.stages[action.stage], action.micro_batch
-        if self.keep_graph:
-            record = self.records[action.stage, i]
-        else:
-            record = self.records.pop((action.stage, i))
+        key = (action.stage, i)
+        record = self.records[key] if self.keep_graph else self.records.pop(key)
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
 
@@ -162,11 +166,12 @@ class Call:
             wanted.append(parameter)
         if roots and wanted:
             with self._errors_say_where(action), self._random_numbers(stage, i, recomputed=True):
-                found = iter(
-                    torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True
                 )
+            found: Iterator[torch.Tensor | None] = iter(gradients)
         else:
-            found = iter([None] * len(wanted))
+            found = iter((None,) * len(wanted))
         for name, leaves in record.inputs.items():
             self.gradients[name, i] = [next(found) if _has_grad(leaf) else None for leaf in leaves]
         for fqn in owned:
@@ -233,5 +238,3 @@ def _handed_over(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
-
-

@@ -42,16 +42,22 @@ class BatchDims:
         known = {a.name for a in signature.arguments} | {a.argument for a in signature.arguments}
         for name in chosen:
             if name not in known:
-                raise PlanError(f"batch_dims names {name!r}, which is no tensor argument", remedy=did_you_mean(name, known))
+                raise PlanError(
+                    f"batch_dims names {name!r}, which is no tensor argument",
+                    remedy=did_you_mean(name, known),
+                )
         asked = [chosen.get(a.name, chosen.get(a.argument, -1)) for a in signature.arguments]
         for argument, dim in zip(signature.arguments, asked, strict=True):
             if dim is not None and dim >= argument.dim:
-                raise PlanError(f"batch_dims[{argument.name!r}] is {dim}, but the argument has {argument.dim} dimensions")
+                raise PlanError(
+                    f"batch_dims[{argument.name!r}] is {dim}, but the argument has {argument.dim} dimensions"
+                )
         first = [(x.shape[d], d) for x, d in zip(inputs, asked, strict=True) if d is not None and d >= 0]
         guess = [x.shape[0] for x, d in zip(inputs, asked, strict=True) if d == -1 and x.dim()]
         batch = first[0][0] if first else guess[0] if guess else None
         dims = tuple(
-            (0 if x.dim() and x.shape[0] == batch else None) if d == -1 else d for x, d in zip(inputs, asked, strict=True)
+            (0 if x.dim() and x.shape[0] == batch else None) if d == -1 else d
+            for x, d in zip(inputs, asked, strict=True)
         )
         found = cls(dims, tuple(a.name for a in signature.arguments))
         found.batch_size(inputs)
@@ -79,7 +85,10 @@ class BatchDims:
         """Per micro-batch the inputs: views of rows, in order; an input that is not split is given whole."""
         if len(rows) == 1:
             return [list(inputs)]
-        pieces = [x.split(list(rows), dim) if dim is not None else [x] * len(rows) for x, dim in zip(inputs, self.dims, strict=True)]
+        pieces = [
+            torch.split(x, list(rows), dim) if dim is not None else [x] * len(rows)
+            for x, dim in zip(inputs, self.dims, strict=True)
+        ]
         return [list(piece) for piece in zip(*pieces, strict=True)]
 
 
@@ -106,12 +115,14 @@ class Merge:
         weights = [n / sum(rows) for n in rows] if self.how == "mean" else [1] * len(rows)
         return sum((v * w for v, w in zip(values[1:], weights[1:], strict=True)), values[0] * weights[0])
 
-    def split_gradient(self, gradient: torch.Tensor, values: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor | None]:
+    def split_gradient(
+        self, gradient: torch.Tensor, values: Sequence[torch.Tensor], rows: Sequence[int]
+    ) -> list[torch.Tensor | None]:
         """The gradient of each micro-batch's value, given the gradient of the merged one."""
         if len(rows) == 1:
             return [gradient]
         if self.how == "rows":
-            return list(gradient.split([v.shape[self.dim] for v in values], self.dim))
+            return list(torch.split(gradient, [v.shape[self.dim] for v in values], self.dim))
         if self.how == "mean":
             return [gradient * (n / sum(rows)) for n in rows]
         return [gradient, *([None] * (len(rows) - 1))] if self.how == "same" else [gradient] * len(rows)
@@ -166,7 +177,11 @@ def _find_merge(name: str, whole: Any, parts: Sequence[Any], rows: Sequence[int]
         )
     candidates = [Merge("same"), *([Merge("mean"), Merge("sum")] if _is_number(whole) else [])]
     if isinstance(whole, torch.Tensor):
-        grown = [d for d in range(whole.dim()) if whole.dim() == parts[0].dim() and whole.shape[d] != parts[0].shape[d]]
+        grown = [
+            d
+            for d in range(whole.dim())
+            if whole.dim() == parts[0].dim() and whole.shape[d] != parts[0].shape[d]
+        ]
         if grown:
             candidates = [Merge("rows", grown[0])]
     for merge in candidates:
@@ -197,7 +212,15 @@ def _close(a: Any, b: Any) -> bool:
             return False
         if not (a.dtype.is_floating_point or a.dtype.is_complex):
             return bool(torch.equal(a, b))
-        return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(1.0, float(b.abs().max()) if b.numel() else 1.0), equal_nan=True))
+        return bool(
+            torch.allclose(
+                a,
+                b,
+                rtol=1e-3,
+                atol=1e-4 * max(1.0, float(b.abs().max()) if b.numel() else 1.0),
+                equal_nan=True,
+            )
+        )
     if isinstance(a, float) and isinstance(b, float):
         return abs(a - b) <= 1e-4 * max(1.0, abs(b))
     return type(a) is type(b) and bool(a == b)

@@ -16,12 +16,13 @@ from ..errors import ArgumentError, MoveError, SerializeError
 from ..graph import bind, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
+from ..report.tables import stage_table
 from ..verify.numerics import verify_numerics
 from ..verify.structure import RULES, verify_structure
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .microbatch import BatchDims, Merge, sizes
-from .schedule import Schedule, check_schedule, dependencies, gpipe
+from .schedule import Schedule, bubble, check_schedule, dependencies, gpipe, staircase
 from .worker import thread_state
 
 
@@ -35,6 +36,8 @@ class Pipeline(nn.Module):
         plan, traced, assignment, program: what the compiler made, in order.
         example: the flat example inputs.
     """
+
+    model: nn.Module
 
     def __init__(
         self,
@@ -50,12 +53,16 @@ class Pipeline(nn.Module):
         super().__init__()
         own = self.__dict__
         own["model"] = model  # not a child: the tree below is the model's own
-        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_parameters"], own["_buffers"], own["_modules"] = (
+            model._parameters,
+            model._buffers,
+            model._modules,
+        )
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         self.training = model.training
         self.plan, self.traced, self.assignment, self.program = plan, traced, assignment, program
         self.example = list(example)
-        self._dims, self._merges = dims, list(merges)
+        self.dims, self.merges = dims, list(merges)
         self._lock = threading.RLock()
         self._serial = False
 
@@ -69,8 +76,7 @@ class Pipeline(nn.Module):
             BatchError: the arguments disagree on the batch.
         """
         inputs = self.traced.signature.flatten(args, kwargs)
-        batch = self._dims.batch_size(inputs)
-        rows = [1] if batch is None else sizes(batch, self.plan.micro_batches)
+        chunks, rows = self.micro_batches(inputs)
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
@@ -78,24 +84,31 @@ class Pipeline(nn.Module):
             call = Call(
                 self.program,
                 self.schedule_for(len(rows)),
-                self._dims.split(inputs, rows),
+                chunks,
                 parameters,
                 grad=grad,
                 checkpoint=self.plan.checkpoint,
                 context=thread_state(),
                 serial=self._serial,
             )
-            runner = _Guarded(self._lock, self.program, self.model, call, self._dims, self._merges, rows)
+            runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             if grad:
-                tensors = PipelineFunction.apply(runner, *inputs, *parameters.values())
+                tensors: Sequence[torch.Tensor] = PipelineFunction.apply(
+                    runner, *inputs, *parameters.values()
+                )  # type: ignore[no-untyped-call]
             else:
                 tensors, _ = runner.forward()
         by_name = {self.program.outputs[i]: t for i, t in zip(runner.positions, tensors, strict=True)}
         by_name.update(zip(self.program.inputs, inputs, strict=True))  # an argument handed back is itself
-        flat = [by_name.get(v, r) if isinstance(v, str) else v[0] for v, r in zip(self.program.outputs, runner.results, strict=True)]
+        flat = [
+            by_name.get(v, r) if isinstance(v, str) else v[0]
+            for v, r in zip(self.program.outputs, runner.results, strict=True)
+        ]
         return tree_unflatten(flat, self.traced.out_spec)
 
-    def step(self, *args: Any, loss_fn: Callable[..., torch.Tensor], target: Any = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self, *args: Any, loss_fn: Callable[..., torch.Tensor], target: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         """Forward, loss and backward of one batch; gradients are added to ``.grad``.
 
         The loss is that of the whole batch: `loss_fn` sees the merged output once, so every reduction is right.
@@ -112,17 +125,30 @@ class Pipeline(nn.Module):
             output = self(*args, **kwargs)
             loss = loss_fn(output) if target is None else loss_fn(output, target)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ArgumentError(f"loss_fn returned {shown}, not a single number", remedy="return loss.mean() or loss.sum()")
-            loss.backward()
+                shown = (
+                    f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                )
+                raise ArgumentError(
+                    f"loss_fn returned {shown}, not a single number",
+                    remedy="return loss.mean() or loss.sum()",
+                )
+            torch.autograd.backward(loss)
         return loss.detach()
+
+    def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
+        """The flat inputs of each micro-batch, and its rows."""
+        batch = self.dims.batch_size(inputs)
+        rows = [1] if batch is None else sizes(batch, self.plan.micro_batches)
+        return self.dims.split(inputs, rows), rows
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         known: dict[int, Schedule] = self.__dict__.setdefault("_schedules", {})
         if micro_batches not in known:
             schedule = gpipe(len(self.stages), micro_batches, self.plan.replicas)
-            check_schedule(schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset()))
+            check_schedule(
+                schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
+            )
             known[micro_batches] = schedule
         return known[micro_batches]
 
@@ -193,17 +219,29 @@ class Pipeline(nn.Module):
             self._use_current_modules()
             verify_structure(self.model, self.traced, self.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
-            homes = {d for d in self.devices} | {x.device for x in self.example}
+            homes = set(self.devices) | {x.device for x in self.example}
             if len(homes) == 1:
-                verify_numerics(self.model, self.traced, self.program, self.example)
-                lines.append("numbers: outputs, gradients, buffers and random state equal the model's on the example")
+                verify_numerics(self.model, self.traced, self.program.root, self.example)
+                lines.append(
+                    "numbers: outputs, gradients, buffers and random state equal the model's on the example"
+                )
             else:
                 lines.append(f"numbers: not compared, because the parameters are on {len(homes)} devices")
         return "\n".join(lines)
 
+    def report(self) -> str:
+        """The stage table and the predicted bubble."""
+        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
+        idle = bubble(self.schedule, dependencies(self.program, in_turn=frozenset()), self.assignment.loads)
+        return stage_table(self.plan, self.traced, self.assignment, self.program, sizes, idle)
+
+    def staircase(self) -> str:
+        """The schedule as a picture, one column for each unit of time."""
+        return staircase(self.schedule, dependencies(self.program, in_turn=frozenset()))
+
     def unsplit(self) -> nn.Module:
         """The user's model."""
-        return self.model  # type: ignore[no-any-return]
+        return self.model
 
     def extra_repr(self) -> str:
         return f"{len(self)} stages, {self.plan!r}"
@@ -220,7 +258,9 @@ class Pipeline(nn.Module):
         """The model's own."""
         return self.model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """The model's own."""
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -247,11 +287,16 @@ class Pipeline(nn.Module):
         model = copy.deepcopy(self.model, memo)
         traced = replace(self.traced, module=_rebound(self.traced.module, {}, model, self.traced.module))
         stages = tuple(
-            replace(s, module=_rebound(s.module, s.paths, model, self.traced.module)) for s in self.program.stages
+            replace(s, module=_rebound(s.module, s.paths, model, self.traced.module))
+            for s in self.program.stages
         )
-        root = bind(copy.deepcopy(self.program.root.graph), {f"stage_{s.index}": s.module for s in stages}, "Program")
+        root = bind(
+            copy.deepcopy(self.program.root.graph), {f"stage_{s.index}": s.module for s in stages}, "Program"
+        )
         program = replace(self.program, stages=stages, root=root)
-        return Pipeline(model, self.plan, traced, self.assignment, program, self._dims, self._merges, self.example)
+        return Pipeline(
+            model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializeError(
@@ -277,12 +322,16 @@ class _Guarded(Runner):
                 buffer.data.copy_(value)
             raise
 
-    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
+    ) -> list[torch.Tensor | None]:
         with self._pipeline_lock:
             return super().backward(gradients, keep_graph=keep_graph)
 
 
-def _rebound(module: fx.GraphModule, paths: Mapping[str, str], model: nn.Module, constants: nn.Module) -> fx.GraphModule:
+def _rebound(
+    module: fx.GraphModule, paths: Mapping[str, str], model: nn.Module, constants: nn.Module
+) -> fx.GraphModule:
     """The same graph over the objects of another model."""
     attributes: dict[str, Any] = {}
     for node in module.graph.nodes:
@@ -310,5 +359,3 @@ def _refuse_move() -> NoReturn:
         "a pipeline is not moved: the plan owns the placement of every stage",
         remedy="fxsplit.compile(pipe.unsplit(), pipe.plan.replace(devices=...), example_args=...)",
     )
-
-

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,6 +11,7 @@ from ..errors import ScheduleError
 from ..ir import Program
 
 Kind = Literal["F", "B"]
+KINDS: tuple[Kind, ...] = ("F", "B")
 
 
 class Action(NamedTuple):
@@ -78,12 +80,14 @@ def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
         in_turn: stages that have to compute their micro-batches one after the other, in order.
     """
     made_by, readers = program.producers(), program.readers()
-    forward: dict[int, set[int]] = {s.index: {made_by[v] for v in s.inputs if made_by[v] >= 0} for s in program.stages}
+    forward: dict[int, set[int]] = {
+        s.index: {made_by[v] for v in s.inputs if made_by[v] >= 0} for s in program.stages
+    }
     backward: dict[int, set[int]] = {s.index: set() for s in program.stages}
     chains = [[*([made_by[v]] if made_by[v] >= 0 else []), *readers[v]] for v in made_by]
     chains += list(parameter_chains(program).values())
     for chain in chains:
-        for earlier, later in zip(chain, chain[1:], strict=False):
+        for earlier, later in itertools.pairwise(chain):
             backward[earlier].add(later)
 
     def needs(action: Action) -> list[Action]:
@@ -129,9 +133,13 @@ def serial_order(workers: Sequence[Sequence[Action]], needs: Needs) -> Iterator[
         if len(done) == len(everything):
             return
         if not moved:
-            stuck = next(actions[position[w]] for w, actions in enumerate(workers) if position[w] < len(actions))
+            stuck = next(
+                actions[position[w]] for w, actions in enumerate(workers) if position[w] < len(actions)
+            )
             missing = [str(a) for a in needs(stuck) if a not in done]
-            raise ScheduleError(f"the schedule can never finish: {stuck} waits for {', '.join(missing)}", where=str(stuck))
+            raise ScheduleError(
+                f"the schedule can never finish: {stuck} waits for {', '.join(missing)}", where=str(stuck)
+            )
 
 
 def check_schedule(schedule: Schedule, stages: int, micro_batches: int, needs: Needs) -> None:
@@ -140,13 +148,15 @@ def check_schedule(schedule: Schedule, stages: int, micro_batches: int, needs: N
     Raises:
         ScheduleError: names the action that is repeated, missing, unknown or stuck.
     """
-    expected = {Action(k, s, i) for k in ("F", "B") for s in range(stages) for i in range(micro_batches)}  # type: ignore[arg-type]
+    expected = {Action(k, s, i) for k in KINDS for s in range(stages) for i in range(micro_batches)}
     seen: set[Action] = set()
     for action in (a for actions in schedule.workers for a in actions):
         if action in seen:
             raise ScheduleError(f"the schedule plays {action} twice", where=str(action))
         if action not in expected:
-            raise ScheduleError(f"the schedule plays {action}, but there are {stages} stages and {micro_batches} micro-batches")
+            raise ScheduleError(
+                f"the schedule plays {action}, but there are {stages} stages and {micro_batches} micro-batches"
+            )
         seen.add(action)
     if expected - seen:
         missing = min(expected - seen)
@@ -155,26 +165,46 @@ def check_schedule(schedule: Schedule, stages: int, micro_batches: int, needs: N
         pass
 
 
-def staircase(schedule: Schedule, needs: Needs, costs: Mapping[Kind, int] | None = None) -> str:
-    """The schedule as a picture: one row a worker, one column a unit of time.
+def timeline(
+    schedule: Schedule, needs: Needs, cost: Callable[[Action], float]
+) -> dict[Action, tuple[float, float]]:
+    """Start and end of every action, when each starts as soon as its worker is free and its needs are done.
 
     Args:
-        costs: units of time of a forward and of a backward; by default 1 each.
+        cost: units of time of an action.
     """
-    costs = costs or {"F": 1, "B": 1}
     worker_of = {a: w for w, actions in enumerate(schedule.workers) for a in actions}
-    free = [0] * len(schedule.workers)
-    end: dict[Action, int] = {}
-    rows: list[dict[int, str]] = [{} for _ in schedule.workers]
+    free = [0.0] * len(schedule.workers)
+    times: dict[Action, tuple[float, float]] = {}
     for action in serial_order(schedule.workers, needs):
         w = worker_of[action]
-        start = max([free[w], *(end[a] for a in needs(action))])
-        end[action] = free[w] = start + costs[action.kind]
-        for t in range(start, free[w]):
-            rows[w][t] = f"{action.kind}{action.micro_batch}"
-    length, width = max(free), max(len(cell) for row in rows for cell in row.values())
+        start = max([free[w], *(times[a][1] for a in needs(action))])
+        free[w] = start + cost(action)
+        times[action] = (start, free[w])
+    return times
+
+
+def bubble(schedule: Schedule, needs: Needs, loads: Sequence[float]) -> float:
+    """Idle share of the workers, for stages whose forward and backward of the whole batch take `loads`.
+
+    A backward is taken to be twice as long as a forward. Transfers take no time. Equal stages under GPipe
+    give (p - 1) / (m + p - 1).
+    """
+    weights = list(loads) if any(loads) else [1.0] * len(loads)
+    times = timeline(schedule, needs, lambda a: weights[a.stage] * (1 if a.kind == "F" else 2))
+    busy = sum(end - start for start, end in times.values())
+    return 1 - busy / (len(schedule.workers) * max(end for _, end in times.values()))
+
+
+def staircase(schedule: Schedule, needs: Needs) -> str:
+    """The schedule as a picture: one row a worker, one column for each action of equal length."""
+    times = timeline(schedule, needs, lambda _: 1)
+    width = max(len(f"{a.kind}{a.micro_batch}") for a in times)
+    length = int(max(end for _, end in times.values()))
     lines = []
-    for (stage, replica), row in zip(schedule.labels, rows, strict=True):
-        cells = " ".join(row.get(t, "·").ljust(width) for t in range(length))
-        lines.append(f"stage {stage}.{replica} │ {cells.rstrip()}")
+    for (stage, replica), actions in zip(schedule.labels, schedule.workers, strict=True):
+        cells = ["·"] * length
+        for action in actions:
+            cells[int(times[action][0])] = f"{action.kind}{action.micro_batch}"
+        lines.append(f"stage {stage}.{replica} │ {' '.join(c.ljust(width) for c in cells).rstrip()}")
     return "\n".join(lines)

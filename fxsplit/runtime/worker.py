@@ -21,7 +21,9 @@ Act = Callable[[Action], None]
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def play(workers: Sequence[Sequence[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]) -> None:
+def play(
+    workers: Sequence[Sequence[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]
+) -> None:
     """Play every list to its end. One list is played in the calling thread.
 
     Args:
@@ -34,11 +36,11 @@ def play(workers: Sequence[Sequence[Action]], needs: Needs, act: Act, context: C
         BaseException: the error of the action that comes first (in micro-batch, then in stage order) among
             those that failed. Nothing starts after a failure, and no thread is left.
     """
-    workers = [list(actions) for actions in workers if actions]
-    if len(workers) == 1:
-        play_serially(workers, needs, act)
+    busy = [list(actions) for actions in workers if actions]
+    if len(busy) == 1:
+        play_serially(busy, needs, act)
         return
-    _Players(workers, needs, act, context, names).run()
+    _Players(busy, needs, act, context, names).run()
 
 
 def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -> None:
@@ -48,10 +50,14 @@ def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -
 
 
 class _Players:
-    def __init__(self, workers: list[list[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]) -> None:
+    def __init__(
+        self, workers: list[list[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]
+    ) -> None:
         self.workers, self.act, self.context, self.names = workers, act, context, names
         worker_of = {a: w for w, actions in enumerate(workers) for a in actions}
-        self.waits = {a: {n for n in needs(a) if n in worker_of and worker_of[n] != worker_of[a]} for a in worker_of}
+        self.waits = {
+            a: {n for n in needs(a) if n in worker_of and worker_of[n] != worker_of[a]} for a in worker_of
+        }
         self.tell: dict[Action, list[int]] = {a: [] for a in worker_of}
         for action, before in self.waits.items():
             for needed in before:
@@ -66,7 +72,8 @@ class _Players:
 
     def run(self) -> None:
         threads = [
-            threading.Thread(target=self._work, args=(w,), name=f"fxsplit {self.names[w]}") for w in range(len(self.workers))
+            threading.Thread(target=self._work, args=(w,), name=f"fxsplit {self.names[w]}")
+            for w in range(len(self.workers))
         ]
         started = []
         try:
@@ -87,7 +94,9 @@ class _Players:
             _, error = min(self.failures, key=lambda failure: (failure[0].micro_batch, failure[0].stage))
             raise error
         if not all(self.finished):
-            raise WorkerError("a worker ended before its actions were done", where=self.names[self.finished.index(False)])
+            raise WorkerError(
+                "a worker ended before its actions were done", where=self.names[self.finished.index(False)]
+            )
 
     def _stop(self) -> None:
         self.stopping = True
@@ -140,7 +149,9 @@ def thread_state() -> Context:
 
     def enter() -> contextlib.AbstractContextManager[None]:
         contexts: list[contextlib.AbstractContextManager[object]] = [torch.inference_mode(inference)]
-        contexts += [torch.autocast(kind, dtype=dtype, cache_enabled=cache) for kind, dtype, cache in autocast]
+        contexts += [
+            torch.autocast(kind, dtype=dtype, cache_enabled=cache) for kind, dtype, cache in autocast
+        ]
         if device.type != "cpu":
             contexts.append(device)
         return _entered(contexts)

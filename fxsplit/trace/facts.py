@@ -15,7 +15,9 @@ from ..ir import NodeFacts, TensorSpec
 from ..state import preserved
 
 
-def find_facts(model: nn.Module, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Mapping[str, NodeFacts]:
+def find_facts(
+    model: nn.Module, module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Mapping[str, NodeFacts]:
     """Facts per node name, from one run without gradients in the model's mode and one in the other mode.
 
     Dropout returns its input in eval mode and draws numbers in train mode; batch normalisation writes its
@@ -23,7 +25,7 @@ def find_facts(model: nn.Module, module: fx.GraphModule, inputs: Sequence[torch.
     on this example (batch normalisation of a single row), every module is taken to draw and to write.
     """
     modes = [m.training for m in model.modules()]
-    found = []
+    found: list[dict[str, NodeFacts]] = []
     for flip in (False, True):
         with preserved(model), torch.no_grad():
             for m, training in zip(model.modules(), modes, strict=True):
@@ -74,7 +76,11 @@ class _FactFinder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         owned = self._owned_tensors(n)
-        read = [t for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n)) if isinstance(t, torch.Tensor)]
+        read = [
+            t
+            for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n))
+            if isinstance(t, torch.Tensor)
+        ]
         versions = [(t, t._version) for t in (*read, *owned)]
         buffers = [(b, b.detach().clone()) for b in owned if self._number(b) in self._buffer_names]
         generator = _generator_states(read)
@@ -91,9 +97,13 @@ class _FactFinder(fx.Interpreter):
             storages=frozenset(self._number(t) for t in tensors),
             writes=frozenset(writes),
             lasting=frozenset(self._number(t) for t in (made if n.op == "placeholder" else owned)),
-            parameters=tuple(dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)),
+            parameters=tuple(
+                dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)
+            ),
             buffers=tuple(self._buffer_names[w] for w in sorted(writes) if w in self._buffer_names),
-            random=not all(torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)),
+            random=not all(
+                torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)
+            ),
         )
         return value
 
@@ -115,7 +125,11 @@ def _spec(leaf: Any) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_meta or bool(torch.equal(a, b)) or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    return (
+        a.is_meta
+        or bool(torch.equal(a, b))
+        or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    )
 
 
 def _generator_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

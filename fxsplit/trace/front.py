@@ -17,7 +17,7 @@ from ..ir import Traced
 from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
-from .tracer import CannotInline, LeafFallbackTracer, error_line
+from .tracer import CannotInlineError, LeafFallbackTracer, error_line
 
 # Tracing patches classes of torch for the whole process: four threads at once poison it for good.
 _TRACING = threading.RLock()
@@ -46,7 +46,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         tracer, graph, out_spec = _trace_in_both_modes(model, signature, kept)
     _read_attributes_where_used(graph)
     attributes = {
-        str(node.target): tracer.constants[str(node.target)] if node.target in tracer.constants else resolve(model, str(node.target))
+        str(node.target): tracer.constants[str(node.target)]
+        if node.target in tracer.constants
+        else resolve(model, str(node.target))
         for node in graph.nodes
         if node.op in ("call_module", "get_attr")
     }
@@ -59,13 +61,17 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     facts = find_facts(model, module, signature.flatten(args, kwargs))
     # `y += c` on a number is an ordinary addition: fx prints the in-place form, which would rebind the name
     for node in module.graph.nodes:
-        _number_is_not_mutated(node, facts[node.args[0].name].value if node.args and isinstance(node.args[0], fx.Node) else None)
+        _number_is_not_mutated(
+            node, facts[node.args[0].name].value if node.args and isinstance(node.args[0], fx.Node) else None
+        )
     module.recompile()
     used = {path: why for path, why in kept.items() if path in attributes}
     return Traced(module, signature, out_spec, facts, "fxsplit tracer (proxies, leaf fallback)", used)
 
 
-def _trace_in_both_modes(model: nn.Module, signature: Signature, kept: dict[str, str]) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
+def _trace_in_both_modes(
+    model: nn.Module, signature: Signature, kept: dict[str, str]
+) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
     while True:
         before = len(kept)
         graphs = []
@@ -102,7 +108,9 @@ def _keep_mode_reader(model: nn.Module, graphs: Sequence[fx.Graph], where: int, 
     kept[path] = "it reads self.training"
 
 
-def _trace_once(model: nn.Module, signature: Signature, kept: dict[str, str]) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
+def _trace_once(
+    model: nn.Module, signature: Signature, kept: dict[str, str]
+) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
     tracer = LeafFallbackTracer(kept)
     specs = []
 
@@ -111,7 +119,7 @@ def _trace_once(model: nn.Module, signature: Signature, kept: dict[str, str]) ->
         leaves, spec = tree_flatten(root.forward(*args, **kwargs))
         for leaf in leaves:
             if not isinstance(leaf, fx.Proxy | torch.Tensor | int | float | bool | str | type(None)):
-                raise CannotInline(
+                raise CannotInlineError(
                     f"it returns {type(leaf).__name__}, which is not a registered pytree "
                     f"(torch.utils._pytree.register_pytree_node or register_dataclass)"
                 )
@@ -146,7 +154,11 @@ def _read_attributes_where_used(graph: fx.Graph) -> None:
 
 def _number_is_not_mutated(node: fx.Node, value: Any) -> None:
     name = getattr(node.target, "__name__", "")
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
+    if (
+        node.op == "call_function"
+        and getattr(node.target, "__module__", "") == "_operator"
+        and name.startswith("i")
+    ):
         plain = getattr(operator, name[1:], None)
         if plain is not None and isinstance(value, int | float | bool | complex):
             node.target = plain

@@ -7,6 +7,7 @@ import operator
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,25 @@ from ..ir import Source
 from ..state import attributes_of, changed_attributes, restore_attributes
 
 # fx records these only when a Proxy is in a tensor position; a size or a seedable constant must be a node too.
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "zeros")
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_FACTORIES = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "zeros",
+)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
 
 
-class CannotInline(Exception):
+class CannotInlineError(Exception):
     """Raised while a module's `forward` runs on proxies: the module has to stay whole."""
 
 
@@ -63,7 +78,9 @@ class LeafFallbackTracer(fx.Tracer):
         self._modes = _thread_modes()
         self._proxy_cache: dict[str, Any] = {}
 
-    def flat_trace(self, model: nn.Module, call: Callable[..., Sequence[Any]], placeholders: Sequence[str]) -> fx.Graph:
+    def flat_trace(
+        self, model: nn.Module, call: Callable[..., Sequence[Any]], placeholders: Sequence[str]
+    ) -> fx.Graph:
         """The graph of ``call(model, *proxies)``, which returns the flat outputs."""
         self._call, self._placeholders = call, placeholders
         with _patched(self._traced_factories()):
@@ -71,7 +88,9 @@ class LeafFallbackTracer(fx.Tracer):
 
     # -- what fx calls ---------------------------------------------------------------------------------------
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._placeholders]
         before = attributes_of(self.root)
 
@@ -96,7 +115,9 @@ class LeafFallbackTracer(fx.Tracer):
             self.kept[module_qualified_name] = reason
         return reason is not None
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -115,9 +136,11 @@ class LeafFallbackTracer(fx.Tracer):
             self.num_calls = calls
             return super().call_module(m, forward, args, kwargs)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None) -> fx.Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
         if _thread_modes() != self._modes:
-            raise CannotInline("it changes grad mode or autocast")
+            raise CannotInlineError("it changes grad mode or autocast")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         frames = self.module_stack
         node.meta["module_path"] = next(reversed(frames.values()))[0] if frames else ""
@@ -127,7 +150,10 @@ class LeafFallbackTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and a not in self.tensor_attrs:
             # fx would put the constant on the user's root module
-            name = next((n for n, t in self.constants.items() if t is a), None) or f"constant_{len(self.constants)}"
+            name = (
+                next((n for n, t in self.constants.items() if t is a), None)
+                or f"constant_{len(self.constants)}"
+            )
             self.constants[name] = a
             return self.create_node("get_attr", name, (), {})
         return super().create_arg(a)
@@ -145,7 +171,7 @@ class LeafFallbackTracer(fx.Tracer):
         written = changed_attributes(module, before)
         if written:
             restore_attributes(module, before)
-            raise CannotInline(f"its forward writes self.{written[0]}")
+            raise CannotInlineError(f"its forward writes self.{written[0]}")
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -167,12 +193,14 @@ class LeafFallbackTracer(fx.Tracer):
                 return self.create_proxy("call_function", _original, args, kwargs)
 
             patches.append((torch, name, record))
-        apply = torch.autograd.Function.apply
+        apply: Any = torch.autograd.Function.__dict__["apply"]
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
             # inlining would keep the forward and drop the user's backward
-            if threading.get_ident() == self._thread and any(isinstance(a, fx.Proxy) for a in tree_leaves((args, kwargs))):
-                raise CannotInline(f"it calls the autograd.Function {cls.__name__}")
+            if threading.get_ident() == self._thread and any(
+                isinstance(a, fx.Proxy) for a in tree_leaves((args, kwargs))
+            ):
+                raise CannotInlineError(f"it calls the autograd.Function {cls.__name__}")
             return apply.__func__(cls, *args, **kwargs)
 
         return [*patches, (torch.autograd.Function, "apply", classmethod(refuse))]
@@ -180,12 +208,12 @@ class LeafFallbackTracer(fx.Tracer):
 
 def user_line() -> Source | None:
     """The innermost line on the stack that is neither torch's nor fxsplit's."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARY) and not path.startswith("<"):
+        if _is_the_users(path):
             return Source(path, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -194,10 +222,14 @@ def error_line(error: BaseException) -> Source | None:
     found, step = None, error.__traceback__
     while step is not None:
         path = step.tb_frame.f_code.co_filename
-        if not path.startswith(_LIBRARY) and not path.startswith("<"):
+        if _is_the_users(path):
             found = Source(path, step.tb_lineno)
         step = step.tb_next
     return found
+
+
+def _is_the_users(path: str) -> bool:
+    return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))
 
 
 def _thread_modes() -> tuple[bool, ...]:
@@ -223,7 +255,7 @@ def _why_opaque(m: nn.Module) -> str | None:
 def _reason(error: Exception) -> str:
     line = error_line(error)
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if not isinstance(error, CannotInline):
+    if not isinstance(error, CannotInlineError):
         text = f"{type(error).__name__}: {text}"
     return f"{text}, {line.short}" if line else text
 

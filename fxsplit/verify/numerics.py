@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,32 @@ from torch import nn
 
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..ir import Program, Traced
+from ..ir import Traced
 from ..state import preserved
 
 Outcome = dict[str, torch.Tensor | None]
 
 
-def verify_numerics(model: nn.Module, traced: Traced, program: Program, inputs: Sequence[torch.Tensor]) -> None:
+def verify_numerics(
+    model: nn.Module, traced: Traced, split: nn.Module, inputs: Sequence[torch.Tensor]
+) -> None:
     """Outputs, gradients, buffers and the state of the generator after one forward and backward.
 
-    *Requires* that the stages' parameters are on the stages' devices. The model is left as it was.
+    Args:
+        split: what has to compute the same as `model` from flat inputs: a program's root, or the traced graph.
+
+    The model is left as it was.
 
     Raises:
         VerifyError: names the first value that differs, and by how much.
     """
-    args, kwargs = traced.signature.unflatten(inputs)
-    expected = _outcome(model, inputs, lambda values: tree_leaves(model(*_call(traced, values)[0], **_call(traced, values)[1])))
-    found = _outcome(model, inputs, lambda values: list(program.root(*values)))
-    del args, kwargs
+
+    def call_model(values: Sequence[torch.Tensor]) -> list[Any]:
+        args, kwargs = traced.signature.unflatten(values)
+        return tree_leaves(model(*args, **kwargs))
+
+    expected = _outcome(model, inputs, call_model)
+    found = _outcome(model, inputs, lambda values: list(split(*values)))
     for name, value in expected.items():
         other = found[name]
         if not _equal(value, other):
@@ -37,11 +45,9 @@ def verify_numerics(model: nn.Module, traced: Traced, program: Program, inputs: 
             )
 
 
-def _call(traced: Traced, values: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    return traced.signature.unflatten(values)
-
-
-def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Any) -> Outcome:
+def _outcome(
+    model: nn.Module, inputs: Sequence[torch.Tensor], run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
+) -> Outcome:
     with preserved(model), torch.enable_grad():
         for parameter in model.parameters():
             parameter.grad = None
@@ -77,7 +83,11 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     a, b = a.detach().cpu(), b.detach().cpu()
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b) or torch.allclose(a, b, 1e-5, 1e-6, equal_nan=True))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool(torch.equal(a, b) or torch.allclose(a, b, 1e-5, 1e-6, equal_nan=True))
+    )
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:

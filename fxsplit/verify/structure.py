@@ -38,7 +38,9 @@ def inline(program: Program) -> fx.Graph:
                 env[node] = splice(called.module, list(args), called)
             elif node.target is transfer:
                 env[node] = args[0]
-            elif node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+            elif node.op == "get_attr" and isinstance(
+                getattr(module, str(node.target), None), fx.GraphModule
+            ):
                 env[node] = getattr(module, str(node.target))
             elif node.target is checkpoint:
                 env[node] = splice(args[0], list(args[1:]), stage)
@@ -73,7 +75,9 @@ def verify_structure(model: nn.Module, traced: Traced, program: Program) -> None
     """
     for rule in RULES:
         for what, where in rule.check(model, traced, program):
-            raise VerifyError(f"rule {rule.name!r}: {what}", where=where, remedy=f"this is a bug in fxsplit: {rule.why}")
+            raise VerifyError(
+                f"rule {rule.name!r}: {what}", where=where, remedy=f"this is a bug in fxsplit: {rule.why}"
+            )
 
 
 def _same_graph(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
@@ -85,7 +89,10 @@ def _same_graph(model: nn.Module, traced: Traced, program: Program) -> Iterator[
         shown = [row[0].format_node() if row else "nothing" for row in rows]
         node = rows[1][0] if rows[1] else None
         source = traced.facts[node.name].source if node is not None and node.name in traced.facts else None
-        yield f"node {index} of the split is {shown[0]}, of the model {shown[1]}", str(source) if source else None
+        yield (
+            f"node {index} of the split is {shown[0]}, of the model {shown[1]}",
+            str(source) if source else None,
+        )
 
 
 def _acyclic(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
@@ -108,10 +115,15 @@ def _transfers(model: nn.Module, traced: Traced, program: Program) -> Iterator[t
             moved = [user for user in users if user.target is transfer]
             specs = [s for s in tree_leaves(traced.facts[node.name].value) if isinstance(s, TensorSpec)]
             home = made_by[node.name]
-            origins = {s.device for s in specs} if home < 0 else {program.stages[home].device} if specs else set()
+            origins = (
+                {s.device for s in specs} if home < 0 else {program.stages[home].device} if specs else set()
+            )
             crosses = bool(origins - {stage.device})
             if crosses and (len(moved) != 1 or len(users) != 1):
-                yield f"stage {stage.index} on {stage.device} reads {node.name!r} from {_names(origins)} without one transfer", None
+                yield (
+                    f"stage {stage.index} on {stage.device} reads {node.name!r} from {_names(origins)} without one transfer",
+                    None,
+                )
             if not crosses and moved:
                 yield f"stage {stage.index} transfers {node.name!r}, which is on {stage.device} already", None
             for user in moved:
@@ -126,7 +138,10 @@ def _names(devices: set[torch.device]) -> str:
 def _own_objects(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
     for stage in program.stages:
         for name, fqn in stage.paths.items():
-            holders = [stage.module, *(m for _, m in stage.module.named_children() if isinstance(m, fx.GraphModule))]
+            holders = [
+                stage.module,
+                *(m for _, m in stage.module.named_children() if isinstance(m, fx.GraphModule)),
+            ]
             found = [getattr(h, name) for h in holders if hasattr(h, name)]
             expected = resolve(traced.module, fqn)
             if not found or any(value is not expected for value in found):
@@ -139,13 +154,24 @@ def _one_device(model: nn.Module, traced: Traced, program: Program) -> Iterator[
         for fqn in stage.parameters:
             first = home.setdefault(fqn, stage)
             if first.device != stage.device:
-                yield f"parameter {fqn!r} is read on {first.device} (stage {first.index}) and {stage.device} (stage {stage.index})", None
+                yield (
+                    f"parameter {fqn!r} is read on {first.device} (stage {first.index}) and {stage.device} (stage {stage.index})",
+                    None,
+                )
 
 
 RULES = (
-    Rule("same-graph", "the stages put together must be the traced graph: operations, arguments and order", _same_graph),
+    Rule(
+        "same-graph",
+        "the stages put together must be the traced graph: operations, arguments and order",
+        _same_graph,
+    ),
     Rule("acyclic", "a stage may only read from stages before it", _acyclic),
-    Rule("minimal-transfers", "one transfer for each value that changes device, none where nothing crosses", _transfers),
+    Rule(
+        "minimal-transfers",
+        "one transfer for each value that changes device, none where nothing crosses",
+        _transfers,
+    ),
     Rule("own-objects", "a stage computes with the model's own modules and parameters", _own_objects),
     Rule("one-device", "a parameter has one home", _one_device),
 )

@@ -1,0 +1,124 @@
+"""Compare a pipeline with the model that it came from, number by number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import tree_leaves
+from ..errors import VerifyError
+from ..graph import first_difference, structure
+from ..runtime.pipeline import Pipeline
+
+
+def graphs_equal(a: fx.Graph, b: fx.Graph) -> tuple[bool, str]:
+    """Whether two graphs have the same nodes in the same order with the same operands, and the reason if not."""
+    index = first_difference(structure(a), structure(b))
+    if index is None:
+        return True, ""
+    shown = [list(g.nodes)[index].format_node() if index < len(g.nodes) else "nothing" for g in (a, b)]
+    return False, f"node {index}: {shown[0]} against {shown[1]}"
+
+
+def assert_equivalent(
+    model: nn.Module, pipe: Pipeline, *args: Any, atol: float = 0.0, rtol: float = 0.0, **kwargs: Any
+) -> None:
+    """Outputs, gradients and buffers of `pipe` equal those of `model` run on the same micro-batches in order.
+
+    The model's gradients are accumulated in that order. Both run on deep copies, so neither is changed, and
+    from the same random state. With several micro-batches a model that draws random numbers is not
+    comparable: eager has no masks for micro-batches that run at the same time.
+
+    Args:
+        args, kwargs: the model's.
+        atol, rtol: by default equality is bit for bit.
+
+    Raises:
+        VerifyError: names the first value that differs, and by how much.
+    """
+    eager, split = copy.deepcopy(model), copy.deepcopy(pipe)
+    inputs = split.traced.signature.flatten(args, kwargs)
+    with torch.random.fork_rng(devices=[]):
+        state = torch.get_rng_state()
+        found = _run_split(split, inputs)
+        torch.set_rng_state(state)
+        expected = _run_eager(eager, split, inputs)
+    for name, value in expected.items():
+        if not _agree(value, found[name], atol, rtol):
+            raise VerifyError(f"{name} differs: {_describe(value, found[name])}", where=f"{split.plan!r}")
+
+
+def _leaves(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+
+
+def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    leaves = _leaves(inputs)
+    args, kwargs = pipe.traced.signature.unflatten([x.view_as(x) if x.requires_grad else x for x in leaves])
+    outputs = tree_leaves(pipe(*args, **kwargs))
+    pairs = [(t, _gradient(t)) for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    return _collect(pipe.model, leaves, outputs)
+
+
+def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    leaves = _leaves(inputs)
+    views = [x.view_as(x) if x.requires_grad else x for x in leaves]
+    chunks, rows = pipe.micro_batches(views)
+    results = []
+    for chunk in chunks:
+        args, kwargs = pipe.traced.signature.unflatten(chunk)
+        results.append(tree_leaves(model(*args, **kwargs)))
+    columns = list(zip(*results, strict=True))
+    outputs = [merge.merge(values, rows) for merge, values in zip(pipe.merges, columns, strict=True)]
+    pieces = [
+        merge.split_gradient(_gradient(output), values, rows)
+        if isinstance(output, torch.Tensor) and output.requires_grad
+        else [None] * len(rows)
+        for merge, output, values in zip(pipe.merges, outputs, columns, strict=True)
+    ]
+    for row, gradients in zip(results, zip(*pieces, strict=True), strict=True):
+        pairs = [(t, g) for t, g in zip(row, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    return _collect(model, leaves, outputs)
+
+
+def _gradient(output: torch.Tensor) -> torch.Tensor:
+    """Gradients that differ from element to element, so that rows in a wrong order show."""
+    ramp = torch.arange(1, output.numel() + 1, device=output.device) / max(1, output.numel())
+    return ramp.reshape(output.shape).to(output.dtype)
+
+
+def _collect(model: nn.Module, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> dict[str, Any]:
+    values = {f"output {i}": v.detach() if isinstance(v, torch.Tensor) else v for i, v in enumerate(outputs)}
+    values.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
+    values.update({f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad})
+    values.update({f"buffer {name}": b for name, b in model.named_buffers()})
+    return values
+
+
+def _agree(a: Any, b: Any, atol: float, rtol: float) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_sparse or b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    exact = torch.equal(a, b) or (
+        torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+    )
+    return bool(exact or ((atol or rtol) and torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)))
+
+
+def _describe(a: Any, b: Any) -> str:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return f"{b!r} in the pipeline, {a!r} in the model"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{b.dtype}{tuple(b.shape)} in the pipeline, {a.dtype}{tuple(a.shape)} in the model"
+    return f"by {(a.double() - b.double()).abs().max().item():.3g} at most, of {a.double().abs().max().item():.3g}"
