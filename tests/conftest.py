@@ -1,0 +1,39 @@
+"""Shared setup: one intra-op thread (the same kernels everywhere), Hypothesis profiles, the golden-file flag."""
+
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is generated now")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_no_leftovers():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def golden(request):
+    """Compare text with a file in tests/golden; ``pytest --update-golden`` rewrites it."""
+
+    def check(name: str, text: str) -> None:
+        path = request.config.rootpath / "tests" / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path} is missing: run pytest --update-golden and review it"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check
