@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ..errors import PartitionError, did_you_mean
 from ..graph import compute_nodes, is_within
@@ -76,30 +76,25 @@ def place_nodes(
         elif key is not None:
             placed[node.name], leaves[node.name] = pairs[key]
     for node in reversed(nodes):
-        if node.name not in placed:
+        if node.name not in placed and not (node.op == "call_module" and facts[node.name].parameters):
             readers = [placed[user.name] for user in node.users if user.name in placed]
-            if not readers or (facts[node.name].parameters and node.op == "call_module"):
-                raise PartitionError(
-                    f"device_map gives no device to {_called(node, facts[node.name].module_path)}",
-                    where=str(facts[node.name].source or "") or None,
-                    remedy='add its path, or "" for everything that is not named',
-                )
-            placed[node.name] = readers[0]
+            placed.update({node.name: device for device in readers[:1]})
+    left = [node for node in nodes if node.name not in placed]
+    if left:
+        homeless = next((node for node in left if facts[node.name].parameters), left[0])
+        path = facts[homeless.name].module_path
+        raise PartitionError(
+            f"device_map gives no device to {(path if homeless.op == 'call_module' else homeless.name)!r}",
+            where=str(facts[homeless.name].source or "") or None,
+            remedy='add its path, or "" for everything that is not named',
+        )
     for node in nodes:
         if node.op == "get_attr":  # a parameter goes where it is read
-            placed[node.name] = (
-                placed[next(iter(node.users)).name] if _placed_users(node, placed) else placed[node.name]
-            )
+            readers = [placed[user.name] for user in node.users if user.name in placed]
+            placed.update({node.name: device for device in readers[:1]})
     return placed
-
-
-def _placed_users(node: fx.Node, placed: Mapping[str, torch.device]) -> bool:
-    return any(user.name in placed for user in node.users)
 
 
 def _deepest_key(path: str, pairs: Mapping[str, Pair]) -> str | None:
     return max((key for key in pairs if is_within(path, key)), key=len, default=None)
 
-
-def _called(node: fx.Node, path: str) -> str:
-    return f"{path!r}" if node.op == "call_module" else f"{node.name!r}"

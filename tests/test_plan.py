@@ -1,0 +1,78 @@
+"""`Plan`: validated on construction, equal by value, round-trips through a dict and a file."""
+
+import pytest
+import torch
+from hypothesis import given
+
+import fxsplit
+from fxsplit.errors import PlanError
+from tests.strategies import plans
+
+
+@given(plans())
+def test_round_trip(plan):
+    assert fxsplit.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_round_trip_through_a_file(tmp_path):
+    for plan in (
+        fxsplit.Plan(),
+        fxsplit.Plan(cut=["h.1", "h.2"], devices=["cpu", "cuda:0", torch.device("cuda", 1)], micro_batches=8),
+        fxsplit.Plan(device_map={"": "cpu", "head": ("cuda:0", "cpu")}, batch_dims={"mask": None}),
+        fxsplit.Plan(balance=[1, 2], checkpoint="always", replicas=2),
+    ):
+        plan.save(tmp_path / "plan.json")
+        assert fxsplit.Plan.load(tmp_path / "plan.json") == plan
+        assert eval(repr(plan), {"Plan": fxsplit.Plan}) == plan
+
+
+def test_a_file_that_is_no_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    for text in ("{", "[1]", '{"stage": 2}'):
+        path.write_text(text)
+        with pytest.raises(PlanError):
+            fxsplit.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stages": 0}, ["stages=0", "1 or more"]),
+        ({"stages": True}, ["stages=True"]),
+        ({"stages": 2, "balance": [1, 1]}, ["stages=", "balance=", "keep one"]),
+        ({"cut": ["a"], "device_map": {"": "cpu"}}, ["cut=", "device_map="]),
+        ({"balance": [1, 0]}, ["balance[1]=0"]),
+        ({"balance": 3}, ["balance=3", "[2, 2]"]),
+        ({"cut": "h.1"}, ["cut='h.1'", "list"]),
+        ({"cut": ["h.1", "h.1"]}, ["'h.1' twice"]),
+        ({"device_map": {}}, ["device_map"]),
+        ({"device_map": {"a": "gpu7"}}, ["device_map['a']", "gpu7"]),
+        ({"device_map": {"a": ["cpu"]}}, ["device_map['a']", "pair"]),
+        ({"device_map": {"": "cpu"}, "devices": "cpu"}, ["device_map=", "devices="]),
+        ({"stages": 3, "devices": ["cpu", "cpu"]}, ["stages=", "3", "devices=", "2"]),
+        ({"balance": [1, 1], "devices": ["cpu"]}, ["balance=", "devices="]),
+        ({"devices": "nonsense"}, ["devices", "nonsense"]),
+        ({"devices": [["cpu"], ["cpu"]]}, ["rows of devices"]),
+        ({"cost": "parms"}, ["cost='parms'", "'params'"]),
+        ({"cut": ["a"], "cost": "time"}, ["cost=", "cut="]),
+        ({"schedule": "gpip"}, ["did you mean 'gpipe'"]),
+        ({"checkpoint": True}, ["checkpoint=True", "always"]),
+        ({"micro_batches": 0}, ["micro_batches=0"]),
+        ({"replicas": -1}, ["replicas=-1"]),
+        ({"batch_dims": {"x": -1}}, ["batch_dims"]),
+    ],
+)
+def test_a_wrong_field_says_what_and_what_to_type(fields, said):
+    with pytest.raises(PlanError) as caught:
+        fxsplit.Plan(**fields)
+    text = str(caught.value)
+    assert all(part in text for part in said), text
+    assert "instead:" in text
+    assert isinstance(caught.value, ValueError)
+
+
+def test_replace():
+    plan = fxsplit.Plan(stages=2, micro_batches=4)
+    assert plan.replace(stages=3) == fxsplit.Plan(stages=3, micro_batches=4)
+    with pytest.raises(PlanError, match="did you mean 'stages'"):
+        plan.replace(stage=3)
