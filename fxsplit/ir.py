@@ -65,6 +65,7 @@ class NodeFacts:
         lasting: those of them that outlive the call: parameters, buffers, the caller's arguments.
         parameters: FQNs of the parameters that it reads (``call_module`` and ``get_attr``).
         buffers: FQNs of the buffers that it writes.
+        returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
         random: whether it draws from the random number generator.
     """
 
@@ -76,6 +77,7 @@ class NodeFacts:
     lasting: frozenset[int] = frozenset()
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    returns: str | None = None
     random: bool = False
 
     @property
@@ -160,6 +162,7 @@ class Stage:
         nodes: names of the traced nodes that it computes, in program order.
         parameters: FQNs of the parameters that it reads.
         writes: FQNs of the buffers that it writes.
+        returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
         random: whether it draws from the random number generator.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.

@@ -21,16 +21,41 @@ def transfer(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`; differentiable, strides kept, no copy where nothing crosses."""
     if isinstance(value, fx.Proxy):
         return value.tracer.create_proxy("call_function", transfer, (value, device), {})
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value
-    )
+    return tree_map(lambda leaf: _moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+Crossing = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Mode(threading.local):
     recompute = True
+    crossings: list[Crossing] | None = None
 
 
 _mode = _Mode()
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = tensor.to(device, non_blocking=True)
+    if _mode.crossings is None:
+        return moved
+    moved = moved.detach().requires_grad_(tensor.requires_grad)
+    _mode.crossings.append((tensor, moved))
+    return moved
+
+
+@contextlib.contextmanager
+def transfers_cut() -> Iterator[list[Crossing]]:
+    """In this thread, `transfer` ends the autograd graph: what it gives is a leaf.
+
+    Yields the pairs (tensor, moved tensor). Whoever plays backward carries the gradient back; gradients from
+    elsewhere then enter behind the transfer, where autograd adds the stage's own to them one by one.
+    """
+    before, _mode.crossings = _mode.crossings, []
+    try:
+        yield _mode.crossings
+    finally:
+        _mode.crossings = before
 
 
 @contextlib.contextmanager

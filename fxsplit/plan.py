@@ -273,6 +273,9 @@ def _device(where: str, device: object) -> str:
         raise PlanError(
             f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0'
         )
+    if isinstance(device, int):  # Accelerate's way to name an accelerator; known also where there is none
+        kind = torch.accelerator.current_accelerator()
+        return f"{kind.type if kind is not None else 'cuda'}:{device}"
     try:
         return str(torch.device(device))
     except RuntimeError as error:

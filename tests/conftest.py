@@ -13,7 +13,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is generated now")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden files with what is generated now"
+    )
 
 
 @pytest.fixture(autouse=True)

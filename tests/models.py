@@ -34,7 +34,9 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        )
         self.layer1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
         self.layer2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16))
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -51,7 +53,9 @@ class UNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(2, 8, 3, 1, 1), nn.Conv2d(8, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)])
+        self.down = nn.ModuleList(
+            [nn.Conv2d(2, 8, 3, 1, 1), nn.Conv2d(8, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)]
+        )
         self.up = nn.ModuleList([nn.Conv2d(32, 16, 3, 1, 1), nn.Conv2d(24, 8, 3, 1, 1)])
         self.head = nn.Conv2d(10, 2, 1)
 
@@ -91,7 +95,9 @@ class TiedHead(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(4)
+        )
         self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.embed.weight
 
@@ -111,7 +117,10 @@ MODELS = {
     "gpt": (lambda: GPT(12, width=16, layers=3, heads=2, context=16), tokens),
     "resnet": (ResNet, lambda rows: (torch.randn(rows, 3, 8, 8),)),
     "unet": (UNet, lambda rows: (torch.randn(rows, 2, 8, 8),)),
-    "two_tower": (TwoTower, lambda rows: ({"query": torch.randn(rows, 6), "item": torch.randint(20, (rows,))},)),
+    "two_tower": (
+        TwoTower,
+        lambda rows: ({"query": torch.randn(rows, 6), "item": torch.randint(20, (rows,))},),
+    ),
     "tied_head": (TiedHead, tokens),
 }
 

@@ -99,7 +99,9 @@ class Random(nn.Module):
 
 
 recipes = st.lists(
-    st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8
+    st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 30), st.integers(0, 30)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -126,5 +128,6 @@ def batches(draw, inputs, least=2):
     rows = draw(st.integers(least, max(9, least + 3)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     return tuple(
-        torch.randn(rows, WIDTH, generator=generator, requires_grad=draw(st.booleans())) for _ in range(inputs)
+        torch.randn(rows, WIDTH, generator=generator, requires_grad=draw(st.booleans()))
+        for _ in range(inputs)
     )

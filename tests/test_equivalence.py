@@ -29,7 +29,10 @@ def eager(model, args, count):
     chunks = micro_batches(args, count)
     outputs = [tree_leaves(model(*chunk)) for chunk in chunks]
     merged = [torch.cat(values) if len(values) > 1 else values[0] for values in zip(*outputs, strict=True)]
-    pieces = [gradient(m).split([v.shape[0] for v in vs]) for m, vs in zip(merged, zip(*outputs, strict=True), strict=True)]
+    pieces = [
+        gradient(m).split([v.shape[0] for v in vs])
+        for m, vs in zip(merged, zip(*outputs, strict=True), strict=True)
+    ]
     for row, grads in zip(outputs, zip(*pieces, strict=True), strict=True):
         torch.autograd.backward(row, list(grads))
     return merged
@@ -116,7 +119,10 @@ def test_eval_and_no_grad_after_compile(name):
     assert not any(m.training for m in model.modules())
     args = batch(5)
     with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(pipe(*args)), tree_leaves(model(*args)), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(tree_leaves(pipe(*args)), tree_leaves(model(*args)), strict=True)
+        )
     with torch.inference_mode():
         assert all(t.is_inference() for t in tree_leaves(pipe(*args)))
     pipe.train()
@@ -134,10 +140,14 @@ def test_the_output_keeps_its_type(cost):
 
 
 def test_dropout_with_one_micro_batch_is_eagers():
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(4)])
+    model = torch.nn.Sequential(
+        *[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(4)]
+    )
     reference = copy.deepcopy(model)
     for checkpoint in ("never", "always"):
-        pipe = fxsplit.compile(model, fxsplit.Plan(stages=3, checkpoint=checkpoint), example_args=(torch.randn(2, 4),))
+        pipe = fxsplit.compile(
+            model, fxsplit.Plan(stages=3, checkpoint=checkpoint), example_args=(torch.randn(2, 4),)
+        )
         x = torch.randn(8, 4)
         state = torch.get_rng_state()
         expected = reference(x)
@@ -154,7 +164,9 @@ def test_dropout_with_one_micro_batch_is_eagers():
 
 
 def test_dropout_masks_do_not_depend_on_checkpoint_or_timing():
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(4)])
+    model = torch.nn.Sequential(
+        *[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(4)]
+    )
     x = torch.randn(8, 4)
     seen = []
     for checkpoint in ("never", "always", "except_last"):
@@ -166,7 +178,9 @@ def test_dropout_masks_do_not_depend_on_checkpoint_or_timing():
                 pipe.zero_grad()
                 output = pipe(x)
                 output.square().sum().backward()
-                seen.append((output.detach(), [p.grad.clone() for p in pipe.parameters()], torch.get_rng_state()))
+                seen.append(
+                    (output.detach(), [p.grad.clone() for p in pipe.parameters()], torch.get_rng_state())
+                )
     for output, grads, state in seen[1:]:
         assert torch.equal(output, seen[0][0])
         assert all(torch.equal(a, b) for a, b in zip(grads, seen[0][1], strict=True))

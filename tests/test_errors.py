@@ -66,20 +66,36 @@ CASES = {
         errors.TraceError,
         ["test_errors.py:25", "submodule", "torch.where"],
     ),
-    "returns an unknown class": (lambda: (ReturnsOpaque(), {}, (x(),)), errors.TraceError, ["Opaque", "pytree"]),
+    "returns an unknown class": (
+        lambda: (ReturnsOpaque(), {}, (x(),)),
+        errors.TraceError,
+        ["Opaque", "pytree"],
+    ),
     "reads training at the root": (
         lambda: (ModeAtRoot(), {}, (x(),)),
         errors.TraceError,
         ["train()", "eval()", "test_errors.py", "nn.Dropout"],
     ),
-    "too many stages": (lambda: (nn.Linear(2, 2), {"stages": 2}, (x(),)), errors.PartitionError, ["stages=2", "1 unit"]),
+    "too many stages": (
+        lambda: (nn.Linear(2, 2), {"stages": 2}, (x(),)),
+        errors.PartitionError,
+        ["stages=2", "1 unit"],
+    ),
     "balance does not add up": (
         lambda: (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {"balance": [2, 2]}, (x(),)),
         errors.PartitionError,
         ["adds up to 4", "2 children", "stages=2"],
     ),
-    "unknown path in cut": (lambda: (build("gpt")[0], {"cut": ["h.9"]}, build("gpt")[1](2)), errors.PartitionError, ["'h.9'", "h.0"]),
-    "cut at the start": (lambda: (build("resnet")[0], {"cut": ["stem"]}, build("resnet")[1](2)), errors.PartitionError, ["'stem'", "stage 0"]),
+    "unknown path in cut": (
+        lambda: (build("gpt")[0], {"cut": ["h.9"]}, build("gpt")[1](2)),
+        errors.PartitionError,
+        ["'h.9'", "h.0"],
+    ),
+    "cut at the start": (
+        lambda: (build("resnet")[0], {"cut": ["stem"]}, build("resnet")[1](2)),
+        errors.PartitionError,
+        ["'stem'", "stage 0"],
+    ),
     "two cuts at one place": (
         lambda: (build("resnet")[0], {"cut": ["layer1", "layer1.0.conv1"]}, build("resnet")[1](2)),
         errors.PartitionError,
@@ -138,7 +154,13 @@ def _snapshot(model):
     if not isinstance(model, nn.Module):
         return None
     return [
-        (name, id(m), m.training, sorted(m.__dict__), [(k, id(t), t._version, t.device) for k, t in m.named_parameters()])
+        (
+            name,
+            id(m),
+            m.training,
+            sorted(m.__dict__),
+            [(k, id(t), t._version, t.device) for k, t in m.named_parameters()],
+        )
         for name, m in model.named_modules()
     ] + [(name, id(b), b.tolist()) for name, b in model.named_buffers()]
 
@@ -163,16 +185,46 @@ def batch_with(**changes):
     ("args", "kwargs", "kind", "said"),
     [
         ((), {"temperature": 2.0}, errors.ArgumentError, ["missing", "batch"]),
-        ((batch_with(),), {"temperatur": 2.0}, errors.ArgumentError, ["temperatur", "did you mean 'temperature'"]),
+        (
+            (batch_with(),),
+            {"temperatur": 2.0},
+            errors.ArgumentError,
+            ["temperatur", "did you mean 'temperature'"],
+        ),
         ((batch_with(),), {}, errors.ArgumentError, ["'temperature' was 2.0", "1.0 now"]),
         ((batch_with(), torch.tensor(2.0)), {}, errors.ArgumentError, ["'temperature' was 2.0"]),
-        ((batch_with(extra=torch.ones(4)),), {"temperature": 2.0}, errors.ArgumentError, ["nested", "batch['extra']"]),
+        (
+            (batch_with(extra=torch.ones(4)),),
+            {"temperature": 2.0},
+            errors.ArgumentError,
+            ["nested", "batch['extra']"],
+        ),
         (({"query": torch.randn(4, 6)},), {"temperature": 2.0}, errors.ArgumentError, ["batch['item']"]),
         ((batch_with(query=3),), {"temperature": 2.0}, errors.ArgumentError, ["batch['query']", "int"]),
-        ((batch_with(query=torch.randn(4, 6, 1)),), {"temperature": 2.0}, errors.ArgumentError, ["batch['query']", "dimensions"]),
-        ((batch_with(item=torch.randn(4)),), {"temperature": 2.0}, errors.ArgumentError, ["batch['item']", "floating"]),
-        ((batch_with(query=torch.randn(4, 6, device="meta")),), {"temperature": 2.0}, errors.ArgumentError, ["device", "meta"]),
-        ((batch_with(item=torch.randint(20, (5,))),), {"temperature": 2.0}, errors.BatchError, ["batch['query']", "4", "batch['item']", "5"]),
+        (
+            (batch_with(query=torch.randn(4, 6, 1)),),
+            {"temperature": 2.0},
+            errors.ArgumentError,
+            ["batch['query']", "dimensions"],
+        ),
+        (
+            (batch_with(item=torch.randn(4)),),
+            {"temperature": 2.0},
+            errors.ArgumentError,
+            ["batch['item']", "floating"],
+        ),
+        (
+            (batch_with(query=torch.randn(4, 6, device="meta")),),
+            {"temperature": 2.0},
+            errors.ArgumentError,
+            ["device", "meta"],
+        ),
+        (
+            (batch_with(item=torch.randint(20, (5,))),),
+            {"temperature": 2.0},
+            errors.BatchError,
+            ["batch['query']", "4", "batch['item']", "5"],
+        ),
     ],
 )
 def test_a_call_refuses(pipe, args, kwargs, kind, said):
@@ -220,7 +272,11 @@ def test_step_needs_a_single_loss(pipe):
 
 def test_every_error_is_also_the_builtin_that_a_caller_would_catch():
     for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, errors.FxsplitError) and kind is not errors.FxsplitError:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, errors.FxsplitError)
+            and kind is not errors.FxsplitError
+        ):
             assert issubclass(kind, ValueError | TypeError | RuntimeError), kind
             assert kind.__doc__
     assert copy.copy(errors.PlanError("a", where="b")).where == "b"

@@ -13,7 +13,14 @@ from fxsplit.runtime.microbatch import Merge, sizes
 
 @pytest.mark.parametrize(
     ("batch", "micro_batches", "expected"),
-    [(5, 4, [2, 1, 1, 1]), (3, 8, [1, 1, 1]), (1, 4, [1]), (0, 4, [0]), (9, 4, [3, 2, 2, 2]), (8, 4, [2, 2, 2, 2])],
+    [
+        (5, 4, [2, 1, 1, 1]),
+        (3, 8, [1, 1, 1]),
+        (1, 4, [1]),
+        (0, 4, [0]),
+        (9, 4, [3, 2, 2, 2]),
+        (8, 4, [2, 2, 2, 2]),
+    ],
 )
 def test_sizes(batch, micro_batches, expected):
     assert sizes(batch, micro_batches) == expected

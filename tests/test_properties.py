@@ -12,7 +12,9 @@ import fxsplit
 from fxsplit.testing import assert_equivalent
 from tests.strategies import batches, modules, plans
 
-EXAMPLES = int(os.environ.get("FXSPLIT_EXAMPLES", "250"))  # more of them: FXSPLIT_EXAMPLES=20000 pytest tests/test_properties.py
+EXAMPLES = int(
+    os.environ.get("FXSPLIT_EXAMPLES", "250")
+)  # more of them: FXSPLIT_EXAMPLES=20000 pytest tests/test_properties.py
 
 
 def _eager_runs(model, args):

@@ -97,4 +97,3 @@ def place_nodes(
 
 def _deepest_key(path: str, pairs: Mapping[str, Pair]) -> str | None:
     return max((key for key in pairs if is_within(path, key)), key=len, default=None)
-

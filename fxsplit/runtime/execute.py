@@ -13,7 +13,7 @@ from torch import nn
 
 from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
 from ..ir import Program, Stage
-from ..ops import recomputation
+from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
 from .rng import draw_base_seed, seeded, stage_seed
 from .schedule import Action, Kind, Needs, Schedule, dependencies, parameter_chains
@@ -24,7 +24,8 @@ from .worker import Context, play, play_serially
 class _Record:
     """What a forward leaves for the backward of the same stage and micro-batch."""
 
-    inputs: dict[str, list[Any]]  # flat leaves of each input, detached
+    inputs: dict[str, list[Any]]  # flat leaves of each input on the stage's device, detached
+    homes: dict[str, list[torch.device | None]]  # where those leaves came from: their gradients go back there
     outputs: dict[str, list[Any]]  # flat leaves of each output, with their graph
 
 
@@ -128,13 +129,20 @@ class Call:
             self._random_numbers(stage, i),
             torch.set_grad_enabled(self.grad),
         ):
-            with recomputation(self._is_recomputed(i)):
-                inputs = {name: self._take(name, i) for name in stage.inputs}
+            inputs = {name: self._take(name, i) for name in stage.inputs}
+            with recomputation(self._is_recomputed(i)), transfers_cut() as crossings:
                 result = stage.module(*inputs.values())
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
             if self.grad:
-                flat = ({name: tree_leaves(v) for name, v in values.items()} for values in (inputs, outputs))
-                self.records[action.stage, i] = _Record(*flat)
+                moved = {id(tensor): arrived for tensor, arrived in crossings}
+                leaves = {name: tree_leaves(v) for name, v in inputs.items()}
+                self.records[action.stage, i] = _Record(
+                    inputs={
+                        name: [moved.get(id(leaf), leaf) for leaf in row] for name, row in leaves.items()
+                    },
+                    homes={name: [_home(leaf) for leaf in row] for name, row in leaves.items()},
+                    outputs={name: tree_leaves(v) for name, v in outputs.items()},
+                )
             for name, value in outputs.items():
                 self._publish(name, i, value)
 
@@ -149,7 +157,7 @@ class Call:
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
-                    seeds.append(gradient)
+                    seeds.append(gradient.to(tensor.device))
 
         for name, leaves in record.outputs.items():
             seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
@@ -166,14 +174,17 @@ class Call:
             wanted.append(parameter)
         if roots and wanted:
             with self._errors_say_where(action), self._random_numbers(stage, i, recomputed=True):
-                gradients = torch.autograd.grad(
-                    roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True
+                found: Iterator[torch.Tensor | None] = iter(
+                    torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True)
                 )
-            found: Iterator[torch.Tensor | None] = iter(gradients)
         else:
             found = iter((None,) * len(wanted))
         for name, leaves in record.inputs.items():
-            self.gradients[name, i] = [next(found) if _has_grad(leaf) else None for leaf in leaves]
+            gradients = [next(found) if _has_grad(leaf) else None for leaf in leaves]
+            homes = record.homes[name]
+            self.gradients[name, i] = [
+                g if g is None else g.to(d) for g, d in zip(gradients, homes, strict=True)
+            ]
         for fqn in owned:
             gradient = next(found)
             if self.chains[fqn][0] == stage.index:
@@ -228,6 +239,10 @@ class Call:
                 f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}"
             )
             raise
+
+
+def _home(leaf: Any) -> torch.device | None:
+    return leaf.device if isinstance(leaf, torch.Tensor) else None
 
 
 def _has_grad(leaf: Any) -> bool:

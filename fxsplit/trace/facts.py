@@ -51,6 +51,7 @@ def _union(a: NodeFacts, b: NodeFacts) -> NodeFacts:
         writes=a.writes | b.writes,
         lasting=a.lasting | b.lasting,
         buffers=tuple(dict.fromkeys((*a.buffers, *b.buffers))),
+        returns=a.returns if a.returns == b.returns else None,
         random=a.random or b.random,
     )
 
@@ -101,6 +102,7 @@ class _FactFinder(fx.Interpreter):
                 dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)
             ),
             buffers=tuple(self._buffer_names[w] for w in sorted(writes) if w in self._buffer_names),
+            returns=next((o.name for o in n.all_input_nodes if value is self.env[o]), None) if made else None,
             random=not all(
                 torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)
             ),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..compat import tree_flatten
+from ..compat import TreeSpec, tree_flatten, tree_unflatten
 from ..errors import ModelError, TraceError
-from ..graph import bind, first_difference, resolve, structure
-from ..ir import Traced
+from ..graph import bind, first_difference, output_values, resolve, structure
+from ..ir import NodeFacts, Traced
 from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
@@ -58,7 +59,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             remedy="compile a model with at least one operation",
         )
     module = bind(graph, attributes, type(model).__name__)
-    facts = find_facts(model, module, signature.flatten(args, kwargs))
+    facts = dict(find_facts(model, module, signature.flatten(args, kwargs)))
+    _read_latest_names(module.graph, facts)
+    out_spec = _open_outputs(module.graph, facts, out_spec)
     # `y += c` on a number is an ordinary addition: fx prints the in-place form, which would rebind the name
     for node in module.graph.nodes:
         _number_is_not_mutated(
@@ -138,6 +141,47 @@ def _trace_once(
             "or replace it by tensor operations such as torch.where",
         ) from error
     return tracer, graph, specs[0]
+
+
+def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
+    """After ``b = a.add_(1)`` whoever read `a` reads `b`: the same object, and the order shows in the data flow."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        fact = facts[node.name]
+        operand = next((o for o in node.all_input_nodes if o.name == fact.returns), None)
+        if operand is not None and fact.writes & facts[operand.name].storages:
+            operand.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
+
+
+def _open_outputs(graph: fx.Graph, facts: dict[str, NodeFacts], spec: TreeSpec) -> TreeSpec:
+    """Outputs that are tuples, lists or dicts (of a module kept whole) become their leaves."""
+
+    def opened(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        fact = facts[value.name]
+        if isinstance(fact.value, tuple | list):
+            items = [item(value, key, fact.value[key]) for key in range(len(fact.value))]
+            plain = type(fact.value) in (tuple, list)
+            return type(fact.value)(items) if plain else type(fact.value)(*items)
+        if type(fact.value) is dict:
+            return {key: item(value, key, inner) for key, inner in fact.value.items()}
+        return value
+
+    def item(value: fx.Node, key: Any, inner: Any) -> Any:
+        with graph.inserting_before(graph.output_node()):
+            node = graph.call_function(operator.getitem, (value, key))
+        fact = facts[value.name]
+        node.meta.update(value.meta)
+        facts[node.name] = replace(
+            fact, value=inner, writes=frozenset(), parameters=(), buffers=(), random=False
+        )
+        return opened(node)
+
+    tree = tree_unflatten([opened(value) for value in output_values(graph)], spec)
+    leaves, spec = tree_flatten(tree)
+    graph.output_node().args = (tuple(leaves),)
+    return spec
 
 
 def _read_attributes_where_used(graph: fx.Graph) -> None:

@@ -1,0 +1,373 @@
+"""The pipeline as one differentiable call; failures; threads."""
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from tests.models import build
+
+
+class Fault(nn.Module):
+    """Raises on request, at the n-th call or in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.at, self.error, self.backward = None, None, False
+        self.calls = 0
+
+    def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError("tensors only")  # keeps the tracer out
+        self.calls += 1
+        if self.at is not None and self.calls == self.at:
+            if not self.backward:
+                raise self.error
+            x = x.clone()
+            x.register_hook(self._raise)
+        return x * 1
+
+    def _raise(self, grad):
+        raise self.error
+
+
+class Faulty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Fault(), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def arm(self, stage, at, error, backward=False):
+        fault = self.blocks[stage][2]
+        fault.at, fault.error, fault.backward, fault.calls = at, error, backward, 0
+
+    def disarm(self):
+        for block in self.blocks:
+            block[2].at = None
+
+
+@pytest.fixture
+def faulty():
+    model = Faulty()
+    plan = fxsplit.Plan(cut=["blocks.1", "blocks.2"], micro_batches=4)
+    return model, fxsplit.compile(model, plan, example_args=(torch.randn(8, 4),))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("micro_batch", range(4))
+@pytest.mark.parametrize("stage", range(3))
+def test_a_failure_reaches_the_caller_and_the_next_step_is_right(faulty, stage, micro_batch, backward):
+    model, pipe = faulty
+    x = torch.randn(8, 4)
+    reference = copy.deepcopy(pipe)
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    error = ValueError("broken on purpose")
+    model.arm(stage, micro_batch + 1, error, backward)
+    with pytest.raises(ValueError) as caught:
+        output = pipe(x)
+        buffers = copy.deepcopy(dict(model.named_buffers()))  # the forward was done: its buffers are eager's
+        output.sum().backward()
+    assert caught.value is error
+    note = "\n".join(error.__notes__)
+    assert (
+        f"stage {stage}" in note and f"micro-batch {micro_batch} of 4" in note and f"blocks.{stage}" in note
+    )
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+    model.disarm()
+    if not backward:
+        expected = reference(x)
+        output = pipe(x)
+        assert torch.equal(output, expected)
+        expected.sum().backward()
+        output.sum().backward()
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(pipe.parameters(), reference.parameters(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupts_propagate(faulty, kind):
+    model, pipe = faulty
+    model.arm(1, 2, kind("stop"))
+    with pytest.raises(kind):
+        pipe(torch.randn(8, 4))
+    model.disarm()
+    assert pipe(torch.randn(8, 4)).shape == (8, 4)
+
+
+def test_nothing_starts_after_a_failure(faulty):
+    model, pipe = faulty
+    model.arm(0, 1, ValueError("first"))
+    with pytest.raises(ValueError):
+        pipe(torch.randn(8, 4))
+    assert model.blocks[0][2].calls == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+
+
+def test_calls_from_several_threads():
+    model, batch = build("gpt")
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=batch(4))
+    inputs = [batch(3 + i % 4) for i in range(8)]
+    expected = [pipe(*args).detach() for args in inputs]
+    wrong = []
+
+    def call(i):
+        for _ in range(10):
+            if not torch.equal(pipe(*inputs[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.fixture
+def pair():
+    model, batch = build("two_tower")
+    plan = fxsplit.Plan(stages=3, micro_batches=2)
+    reference = copy.deepcopy(model).double()
+    pipe = fxsplit.compile(model.double(), plan, example_args=_double(batch(4)))
+    return reference, pipe, _double(batch(5))
+
+
+def _double(args):
+    return ({"query": args[0]["query"].double(), "item": args[0]["item"]},)
+
+
+def test_autograd_grad_with_respect_to_inputs_and_parameters(pair):
+    model, pipe, args = pair
+    for requires in (True, False):
+        args[0]["query"].requires_grad_(requires)
+        wanted = lambda m: [*m.parameters(), *([args[0]["query"]] if requires else [])]  # noqa: E731
+        expected = torch.autograd.grad(model(*args)["score"].square().sum(), wanted(model))
+        found = torch.autograd.grad(pipe(*args)["score"].square().sum(), wanted(pipe))
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b)
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_backward_into_some_parameters_only(pair):
+    model, pipe, args = pair
+    chosen = list(pipe.parameters())[:2]
+    pipe(*args)["score"].sum().backward(inputs=chosen)
+    assert all((p.grad is not None) == any(p is c for c in chosen) for p in pipe.parameters())
+
+
+def test_frozen_and_unused_parameters_keep_no_gradient(pair):
+    model, pipe, args = pair
+    pipe.model.item[0].weight.requires_grad_(False)
+    pipe(*args)["towers"][0].sum().backward()
+    grads = {name for name, p in pipe.named_parameters() if p.grad is not None}
+    assert grads == {"query.0.weight", "query.0.bias", "query.2.weight", "query.2.bias"}
+
+
+def test_a_partial_loss_and_two_forwards_before_their_backwards(pair):
+    model, pipe, args = pair
+    other = ({"query": args[0]["query"] * 2, "item": args[0]["item"].flip(0)},)
+    for m in (model, pipe):
+        first, second = m(*args), m(*other)
+        second["towers"][1].square().sum().backward()
+        (first["score"] * 3).sum().backward()
+    for p, q in zip(model.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_backward_twice(pair):
+    model, pipe, args = pair
+    for m in (model, pipe):
+        loss = m(*args)["score"].square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    for p, q in zip(model.parameters(), pipe.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_double_backward_is_refused(pair):
+    _, pipe, args = pair
+    args[0]["query"].requires_grad_()
+    (grad,) = torch.autograd.grad(pipe(*args)["score"].square().sum(), args[0]["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_hooks_on_parameters_see_the_sum_once(pair):
+    _, pipe, args = pair
+    seen, after = [], []
+    scale = pipe.model.scale
+    scale.register_hook(lambda grad: (seen.append(grad.clone()), grad * 2)[1])
+    scale.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    pipe(*args)["score"].sum().backward()
+    assert len(seen) == len(after) == 1
+    assert torch.equal(scale.grad, seen[0] * 2)
+
+
+def test_gradients_accumulate_and_clip(pair):
+    model, pipe, args = pair
+    for _ in range(2):
+        model(*args)["score"].sum().backward()
+        pipe.step(*args, loss_fn=lambda y: y["score"].sum())
+    a = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    b = nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+    torch.testing.assert_close(a, b)
+
+
+def test_step_gives_the_loss_of_the_whole_batch():
+    model, batch = build("gpt")
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=batch(4))
+    (tokens,) = batch(5)
+    target = torch.randint(12, (5, 9)).masked_fill(torch.rand(5, 9) < 0.4, -100)
+    weight = torch.rand(12)
+    for reduction in ("mean", "sum"):
+        for ignore in (-100, 3):
+
+            def loss_fn(output, target, reduction=reduction, ignore=ignore):
+                where = target.clamp(min=0) if ignore == 3 else target
+                return nn.functional.cross_entropy(
+                    output.flatten(0, 1), where.flatten(), weight, ignore_index=ignore, reduction=reduction
+                )
+
+            expected = loss_fn(model(tokens), target)
+            grads = torch.autograd.grad(expected, list(model.parameters()))
+            pipe.zero_grad()
+            torch.testing.assert_close(pipe.step(tokens, target=target, loss_fn=loss_fn), expected.detach())
+            for p, g in zip(model.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast_is_in_force_in_the_workers():
+    model, batch = build("gpt")
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=3, micro_batches=2), example_args=batch(4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (tokens,) = batch(4)
+        expected = torch.cat([model(tokens[:2]), model(tokens[2:])])
+        output = pipe(tokens)
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, expected)
+
+
+def test_nothing_is_kept_without_gradients():
+    model, batch = build("gpt")
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=3, micro_batches=2), example_args=batch(4))
+    with torch.no_grad():
+        assert pipe(*batch(4)).grad_fn is None
+    for p in model.parameters():
+        p.requires_grad_(False)
+    assert pipe(*batch(4)).grad_fn is None
+
+
+def test_values_are_freed_when_their_last_reader_ran():
+    alive = []
+
+    class Watch(nn.Module):
+        def forward(self, x):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError
+            y = x + 1
+            alive.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    model = nn.Sequential(Watch(), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = fxsplit.compile(
+        model, fxsplit.Plan(balance=[1, 1, 1], micro_batches=2), example_args=(torch.randn(4, 4),)
+    )
+    alive.clear()
+    with torch.no_grad():
+        output = pipe(torch.randn(4, 4))
+    gc.collect()
+    assert len(alive) == 2 and output.shape == (4, 4)
+    assert all(ref() is None for ref in alive)
+
+
+def test_the_callers_intra_op_threads_are_as_before():
+    model, batch = build("gpt")
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=batch(4))
+    torch.set_num_threads(2)
+    pipe(*batch(4)).sum().backward()
+    assert torch.get_num_threads() == 2
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [2]
+
+
+def test_a_thousand_steps_leave_nothing_behind():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=(torch.randn(4, 4),))
+    x = torch.randn(4, 4)
+
+    def count():
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    for _ in range(5):
+        pipe.step(x, loss_fn=lambda y: y.sum())
+    before = count()
+    for _ in range(1000):
+        pipe.step(x, loss_fn=lambda y: y.sum())
+    assert count() <= before
+
+
+def test_the_interpreter_exits_at_once_with_a_live_pipeline():
+    script = """
+import torch, fxsplit
+from torch import nn
+pipe = fxsplit.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fxsplit.Plan(stages=2, micro_batches=2),
+                       example_args=(torch.randn(4, 4),))
+output = pipe(torch.randn(4, 4))
+pipe.step(torch.randn(4, 4), loss_fn=lambda y: y.sum())
+try:
+    pipe.step(torch.randn(4, 4), loss_fn=lambda y: 1 / 0)
+except ZeroDivisionError:
+    print("done", flush=True)
+"""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 50  # a hang, not a speed
+
+
+def test_deepcopy_computes_with_its_own_weights():
+    for name in ("gpt", "resnet", "two_tower"):
+        model, batch = build(name)
+        plan = fxsplit.Plan(stages=3, micro_batches=2, checkpoint="always")
+        pipe = fxsplit.compile(model, plan, example_args=batch(4))
+        twin = copy.deepcopy(pipe)
+        assert [s.code for s in twin] == [s.code for s in pipe]
+        assert "numbers: outputs" in twin.verify()
+        args = batch(4)
+        pipe.eval(), twin.eval()
+        flat = lambda m: torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(m(*args))])  # noqa: E731
+        before = flat(pipe).detach()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(0.5)
+        assert torch.equal(flat(pipe), before)
+        assert not torch.equal(flat(twin), before)
+        flat(twin).sum().backward()
+        assert all(p.grad is None for p in pipe.parameters())
+        assert any(p.grad is not None for p in twin.parameters())
