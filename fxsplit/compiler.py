@@ -11,14 +11,14 @@ from torch import nn
 
 from .codegen.emit import generate
 from .errors import PlanError
-from .graph import output_values
+from .graph import output_values, region_modules
 from .ir import Program, Traced
 from .partition.assign import partition
 from .plan import Plan
 from .runtime.microbatch import BatchDims, Merge, find_merges
 from .runtime.pipeline import Pipeline
 from .state import preserved
-from .trace.front import trace
+from .trace.front import TRACING, trace
 from .verify.numerics import verify_numerics
 from .verify.structure import verify_structure
 
@@ -57,20 +57,21 @@ def compile(
         )
     kwargs = dict(example_kwargs or {})
 
-    traced = trace(model, example_args, kwargs)
-    inputs = traced.signature.flatten(example_args, kwargs)
-    assignment = partition(model, traced, plan, inputs)
-    program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
-    verify_structure(model, traced, program)
-    if check:
-        moves = any(
-            device != x.device for device in assignment.devices for x in [*model.parameters(), *inputs]
-        )
-        verify_numerics(model, traced, traced.module if moves else program.root, inputs)
-    dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
-    merges = _merges(model, traced, plan, dims, inputs)
-    _place(model, program)
-    return Pipeline(model, plan, traced, assignment, program, dims, merges, [x.detach() for x in inputs])
+    with TRACING:
+        traced = trace(model, example_args, kwargs)
+        inputs = traced.signature.flatten(example_args, kwargs)
+        assignment = partition(model, traced, plan, inputs)
+        program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
+        verify_structure(model, traced, program)
+        if check:
+            moves = any(
+                device != x.device for device in assignment.devices for x in [*model.parameters(), *inputs]
+            )
+            verify_numerics(model, traced, traced.module if moves else program.root, inputs)
+        dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
+        merges = _merges(model, traced, plan, dims, inputs)
+        _place(model, program)
+        return Pipeline(model, plan, traced, assignment, program, dims, merges, [x.detach() for x in inputs])
 
 
 def _merges(
@@ -98,6 +99,10 @@ def _merges(
 def _place(model: nn.Module, program: Program) -> None:
     """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same."""
     for stage in program.stages:
+        for module in (stage.module, *region_modules(stage.module)):
+            for name, constant in module._buffers.items():
+                if name not in stage.paths and constant is not None:
+                    module._buffers[name] = constant.to(stage.device)
         for fqn in dict.fromkeys(stage.paths.values()):
             owner_path, _, leaf = fqn.rpartition(".")
             owner = model.get_submodule(owner_path) if owner_path else model

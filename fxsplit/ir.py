@@ -95,6 +95,7 @@ class Traced:
         signature: how the arguments become the graph's inputs.
         out_spec: the structure that the outputs are put back into.
         facts: per node name.
+        constants: tensors that forward made from plain numbers, by the name that the graph reads them under.
         front_end: which front end captured it.
         kept_whole: module path → why the module is one node and not inlined (torch.nn's own excepted).
     """
@@ -103,6 +104,7 @@ class Traced:
     signature: Signature
     out_spec: TreeSpec
     facts: Mapping[str, NodeFacts]
+    constants: Mapping[str, torch.Tensor]
     front_end: str
     kept_whole: Mapping[str, str]
 

@@ -28,7 +28,7 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
     """
     parts = extract(traced, assignment)
     targets = dict.fromkeys(str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr"))
-    names = local_names(targets)
+    names = local_names(dict.fromkeys([*traced.constants, *targets]))
     devices = dict(zip((p.index for p in parts), assignment.devices, strict=True))
     made_by = {node.name: part.index for part in parts for node in part.nodes}
     stages = []
@@ -45,7 +45,7 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
             device=devices[part.index],
             inputs=tuple(n.name for n in part.inputs),
             outputs=tuple(n.name for n in part.outputs),
-            paths={names[fqn]: fqn for fqn in used},
+            paths={names[fqn]: fqn for fqn in used if fqn not in traced.constants},
             nodes=tuple(n.name for n in part.nodes),
             parameters=parameters,
             writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),

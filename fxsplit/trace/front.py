@@ -20,8 +20,9 @@ from ..state import preserved
 from .facts import find_facts
 from .tracer import CannotInlineError, LeafFallbackTracer, error_line
 
-# Tracing patches classes of torch for the whole process: four threads at once poison it for good.
-_TRACING = threading.RLock()
+# Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
+# runs the user's model: one compilation at a time.
+TRACING = threading.RLock()
 
 
 def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
@@ -42,17 +43,13 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             remedy="pass the module instance: fxsplit.compile(model, plan, example_args=(x,))",
         )
     signature = Signature.of_example(model.forward, args, kwargs)
-    with _TRACING, preserved(model):
+    with TRACING, preserved(model):
         kept: dict[str, str] = {}
         tracer, graph, out_spec = _trace_in_both_modes(model, signature, kept)
     _read_attributes_where_used(graph)
-    attributes = {
-        str(node.target): tracer.constants[str(node.target)]
-        if node.target in tracer.constants
-        else resolve(model, str(node.target))
-        for node in graph.nodes
-        if node.op in ("call_module", "get_attr")
-    }
+    targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
+    constants = {name: tracer.constants[name] for name in targets if name in tracer.constants}
+    attributes = {name: constants[name] if name in constants else resolve(model, name) for name in targets}
     if not any(node.op in ("call_module", "call_function", "call_method") for node in graph.nodes):
         raise ModelError(
             f"{type(model).__name__} computes nothing: its outputs are its inputs or parameters",
@@ -69,7 +66,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         )
     module.recompile()
     used = {path: why for path, why in kept.items() if path in attributes}
-    return Traced(module, signature, out_spec, facts, "fxsplit tracer (proxies, leaf fallback)", used)
+    return Traced(
+        module, signature, out_spec, facts, constants, "fxsplit tracer (proxies, leaf fallback)", used
+    )
 
 
 def _trace_in_both_modes(
@@ -146,9 +145,13 @@ def _trace_once(
 def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
     """After ``b = a.add_(1)`` whoever read `a` reads `b`: the same object, and the order shows in the data flow."""
     order = {node: i for i, node in enumerate(graph.nodes)}
+    same: dict[str, str] = {}  # name → the first name of the same object
     for node in graph.nodes:
         fact = facts[node.name]
-        operand = next((o for o in node.all_input_nodes if o.name == fact.returns), None)
+        if fact.returns is None:
+            continue
+        same[node.name] = first = same.get(fact.returns, fact.returns)
+        operand = next((o for o in node.all_input_nodes if same.get(o.name, o.name) == first), None)
         if operand is not None and fact.writes & facts[operand.name].storages:
             operand.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
 

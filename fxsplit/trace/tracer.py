@@ -118,6 +118,8 @@ class LeafFallbackTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)  # fx patches nn.Module for the whole process
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -162,6 +164,8 @@ class LeafFallbackTracer(fx.Tracer):
         return InPlaceProxy(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
         self._proxy_cache = parameter_proxy_cache
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
