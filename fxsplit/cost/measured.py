@@ -48,7 +48,7 @@ class _Timer(fx.Interpreter):
         forward = _now() - start
         self.seconds[n.name] = forward + self._backward(value)
         # The next node starts from values of its own, so that its backward ends at its inputs. In-place
-        # operations refuse leaves that require gradients: hand out a view of the leaf.
+        # operations refuse leaves that require gradients, and views of them: hand out a copy.
         return tree_map(_detached, value)
 
     def _backward(self, value: Any) -> float:
@@ -65,7 +65,7 @@ def _detached(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.is_leaf:
         return leaf
     detached = leaf.detach().requires_grad_()
-    return detached.view_as(detached)
+    return detached.clone()
 
 
 def _now() -> float:

@@ -103,9 +103,10 @@ def _keep_mode_reader(model: nn.Module, graphs: Sequence[fx.Graph], where: int, 
         path = path.rpartition(".")[0]
     if not path:
         raise TraceError(
-            f"{type(model).__name__}.forward takes another path in train() than in eval()",
+            f"{type(model).__name__}.forward takes another path in train() than in eval(), or from one call to the next",
             where=str(owner.meta["source"]) if owner is not None else None,
-            remedy="move the part that reads self.training into a submodule (nn.Dropout instead of F.dropout)",
+            remedy="move what reads self.training or keeps state in Python into a submodule "
+            "(nn.Dropout instead of F.dropout)",
         )
     kept[path] = "it reads self.training"
 

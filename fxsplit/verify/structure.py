@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..graph import first_difference, resolve, stage_graph, structure
+from ..graph import first_difference, region_modules, resolve, stage_graph, structure
 from ..ir import Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 
@@ -78,6 +78,20 @@ def verify_structure(model: nn.Module, traced: Traced, program: Program) -> None
             raise VerifyError(
                 f"rule {rule.name!r}: {what}", where=where, remedy=f"this is a bug in fxsplit: {rule.why}"
             )
+
+
+def _defined(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
+    graphs = [("the root", program.root.graph)]
+    for stage in program.stages:
+        for module in (stage.module, *region_modules(stage.module)):
+            graphs.append((f"stage {stage.index}", module.graph))
+    for where, graph in graphs:
+        seen: set[fx.Node] = set()
+        for node in graph.nodes:
+            for operand in node.all_input_nodes:
+                if operand not in seen:
+                    yield f"{where} reads {operand.name!r} in {node.name!r} before it is computed", None
+            seen.add(node)
 
 
 def _same_graph(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
@@ -161,6 +175,7 @@ def _one_device(model: nn.Module, traced: Traced, program: Program) -> Iterator[
 
 
 RULES = (
+    Rule("defined-before-use", "a value is computed before it is read", _defined),
     Rule(
         "same-graph",
         "the stages put together must be the traced graph: operations, arguments and order",
