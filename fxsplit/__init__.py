@@ -1,6 +1,6 @@
 """fxsplit: split an unchanged PyTorch model into readable pipeline stages, and prove that the split is the model."""
 
-from . import errors
+from . import errors, testing
 from .compiler import compile
 from .ir import Assignment, Program, Stage, Traced
 from .plan import Plan
@@ -19,4 +19,5 @@ __all__ = [
     "Traced",
     "compile",
     "errors",
+    "testing",
 ]

@@ -14,10 +14,12 @@ def micro_batches(args, count):
     """Rows that differ by at most one, larger first, as plain Python."""
     rows = tree_leaves(args)[0].shape[0]
     count = min(rows, count)
-    bounds = [0]
+    chunks, start = [], 0
     for i in range(count):
-        bounds.append(bounds[-1] + rows // count + (i < rows % count))
-    return [tree_map(lambda t: t[a:b], args) for a, b in zip(bounds, bounds[1:], strict=False)]
+        end = start + rows // count + (i < rows % count)
+        chunks.append(tree_map(lambda t, rows=slice(start, end): t[rows], args))
+        start = end
+    return chunks
 
 
 def gradient(t):

@@ -157,23 +157,23 @@ def test_autograd_grad_with_respect_to_inputs_and_parameters(pair):
     model, pipe, args = pair
     for requires in (True, False):
         args[0]["query"].requires_grad_(requires)
-        wanted = lambda m: [*m.parameters(), *([args[0]["query"]] if requires else [])]  # noqa: E731
-        expected = torch.autograd.grad(model(*args)["score"].square().sum(), wanted(model))
-        found = torch.autograd.grad(pipe(*args)["score"].square().sum(), wanted(pipe))
+        inputs = [args[0]["query"]] if requires else []
+        expected = torch.autograd.grad(model(*args)["score"].square().sum(), [*model.parameters(), *inputs])
+        found = torch.autograd.grad(pipe(*args)["score"].square().sum(), [*pipe.parameters(), *inputs])
         for a, b in zip(expected, found, strict=True):
             torch.testing.assert_close(a, b)
         assert all(p.grad is None for p in pipe.parameters())
 
 
 def test_backward_into_some_parameters_only(pair):
-    model, pipe, args = pair
+    _, pipe, args = pair
     chosen = list(pipe.parameters())[:2]
     pipe(*args)["score"].sum().backward(inputs=chosen)
     assert all((p.grad is not None) == any(p is c for c in chosen) for p in pipe.parameters())
 
 
 def test_frozen_and_unused_parameters_keep_no_gradient(pair):
-    model, pipe, args = pair
+    _, pipe, args = pair
     pipe.model.item[0].weight.requires_grad_(False)
     pipe(*args)["towers"][0].sum().backward()
     grads = {name for name, p in pipe.named_parameters() if p.grad is not None}
@@ -351,6 +351,10 @@ except ZeroDivisionError:
     assert time.monotonic() - start < 50  # a hang, not a speed
 
 
+def _flat(output):
+    return torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(output)])
+
+
 def test_deepcopy_computes_with_its_own_weights():
     for name in ("gpt", "resnet", "two_tower"):
         model, batch = build(name)
@@ -361,13 +365,12 @@ def test_deepcopy_computes_with_its_own_weights():
         assert "numbers: outputs" in twin.verify()
         args = batch(4)
         pipe.eval(), twin.eval()
-        flat = lambda m: torch.cat([t.flatten() for t in torch.utils._pytree.tree_leaves(m(*args))])  # noqa: E731
-        before = flat(pipe).detach()
+        before = _flat(pipe(*args)).detach()
         with torch.no_grad():
             for p in twin.parameters():
                 p.mul_(0.5)
-        assert torch.equal(flat(pipe), before)
-        assert not torch.equal(flat(twin), before)
-        flat(twin).sum().backward()
+        assert torch.equal(_flat(pipe(*args)), before)
+        assert not torch.equal(_flat(twin(*args)), before)
+        _flat(twin(*args)).sum().backward()
         assert all(p.grad is None for p in pipe.parameters())
         assert any(p.grad is not None for p in twin.parameters())

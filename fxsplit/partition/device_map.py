@@ -78,7 +78,7 @@ def place_nodes(
     for node in reversed(nodes):
         if node.name not in placed and not (node.op == "call_module" and facts[node.name].parameters):
             readers = [placed[user.name] for user in node.users if user.name in placed]
-            placed.update({node.name: device for device in readers[:1]})
+            placed.update((node.name, device) for device in readers[:1])
     left = [node for node in nodes if node.name not in placed]
     if left:
         homeless = next((node for node in left if facts[node.name].parameters), left[0])
@@ -91,7 +91,7 @@ def place_nodes(
     for node in nodes:
         if node.op == "get_attr":  # a parameter goes where it is read
             readers = [placed[user.name] for user in node.users if user.name in placed]
-            placed.update({node.name: device for device in readers[:1]})
+            placed.update((node.name, device) for device in readers[:1])
     return placed
 
 

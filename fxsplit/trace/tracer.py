@@ -143,6 +143,8 @@ class LeafFallbackTracer(fx.Tracer):
     ) -> fx.Node:
         if _thread_modes() != self._modes:
             raise CannotInlineError("it changes grad mode or autocast")
+        if kind == "call_module" and name is None and target[0].isdigit():
+            name = f"layer_{target.replace('.', '_')}"  # fx would call the value of "0" `_0`
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         frames = self.module_stack
         node.meta["module_path"] = next(reversed(frames.values()))[0] if frames else ""
