@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx, nn
 
 from .ir import NodeFacts, Traced
@@ -56,6 +57,8 @@ def structure(graph: fx.Graph) -> list[tuple[Any, ...]]:
             return ("dict", *((key, plain(item)) for key, item in value.items()))
         if isinstance(value, slice):
             return ("slice", plain(value.start), plain(value.stop), plain(value.step))
+        if isinstance(value, torch.device):
+            return "device"  # follows the stage
         return (type(value).__name__, repr(value) if isinstance(value, float) else value)
 
     # a placeholder is its position, whatever its name
@@ -110,6 +113,15 @@ def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph[int]
             if a is not None and b is not None and a != b:
                 quotient.add_edge(a, b)
     return quotient
+
+
+def device_constants(node: fx.Node) -> set[torch.device]:
+    """The devices written in the arguments of a node."""
+    found: set[torch.device] = set()
+    fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda v: found.add(v) if isinstance(v, torch.device) else v
+    )
+    return found
 
 
 def module_paths(facts: Mapping[str, NodeFacts], names: Sequence[str]) -> tuple[str, str]:

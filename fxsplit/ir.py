@@ -98,6 +98,7 @@ class Traced:
         constants: tensors that forward made from plain numbers, by the name that the graph reads them under.
         front_end: which front end captured it.
         kept_whole: module path → why the module is one node and not inlined (torch.nn's own excepted).
+        modes: the values of ``training`` that the graph is known to hold for.
     """
 
     module: fx.GraphModule
@@ -107,6 +108,12 @@ class Traced:
     constants: Mapping[str, torch.Tensor]
     front_end: str
     kept_whole: Mapping[str, str]
+    modes: tuple[bool, ...] = (True, False)
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """The devices of the example: what is written in the graph as one of them follows the stage."""
+        return frozenset(a.device for a in self.signature.arguments)
 
     @property
     def graph(self) -> fx.Graph:

@@ -25,9 +25,7 @@ class Fault(nn.Module):
         self.calls = 0
 
     def forward(self, x):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError("tensors only")  # keeps the tracer out
-        self.calls += 1
+        self.calls += 1  # keeps the tracer out
         if self.at is not None and self.calls == self.at:
             if not self.backward:
                 raise self.error
@@ -279,15 +277,8 @@ def test_nothing_is_kept_without_gradients():
 def test_values_are_freed_when_their_last_reader_ran():
     alive = []
 
-    class Watch(nn.Module):
-        def forward(self, x):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError
-            y = x + 1
-            alive.append(weakref.ref(y.untyped_storage()))
-            return y
-
-    model = nn.Sequential(Watch(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda m, args, y: alive.append(weakref.ref(y.untyped_storage())))
     pipe = fxsplit.compile(
         model, fxsplit.Plan(balance=[1, 1, 1], micro_batches=2), example_args=(torch.randn(4, 4),)
     )

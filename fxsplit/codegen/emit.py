@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..graph import bind, module_paths, output_values, resolve
+from ..graph import bind, device_constants, module_paths, output_values, resolve
 from ..ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 from .checkpoints import checkpoint_runs
@@ -79,7 +80,7 @@ class _StageWriter:
         values: dict[fx.Node, fx.Node] = {}
         device = self.devices[self.part.index]
         for node in self.part.inputs:
-            values[node] = graph.placeholder(node.name)
+            values[node] = _placeholder(graph, node.name)
         for node in self.part.inputs:
             if self._crosses(node):
                 name = f"{node.name}_{str(device).replace(':', '_')}"
@@ -108,10 +109,18 @@ class _StageWriter:
         self, graph: fx.Graph, values: dict[fx.Node, fx.Node], attributes: dict[str, object], node: fx.Node
     ) -> None:
         copy = graph.node_copy(node, lambda operand: values[operand])
+        if device_constants(node) & self.traced.devices:
+            copy.args = fx.node.map_aggregate(copy.args, self._follow)
+            copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._follow)
         if node.op in ("call_module", "get_attr"):
             copy.target = self.names[str(node.target)]
             attributes[copy.target] = resolve(self.traced.module, str(node.target))
         values[node] = copy
+
+    def _follow(self, value: Any) -> Any:
+        """`x.device` was the example's device when it was captured: it is the stage's now."""
+        here = self.devices[self.part.index]
+        return here if isinstance(value, torch.device) and value in self.traced.devices else value
 
     def _checkpoint(
         self, graph: fx.Graph, values: dict[fx.Node, fx.Node], run: Sequence[fx.Node], number: int
@@ -126,7 +135,7 @@ class _StageWriter:
             if n in wanted or any(user not in inside and user in set(self.part.nodes) for user in n.users)
         ]
         region_graph = fx.Graph()
-        inner = {node: region_graph.placeholder(values[node].name) for node in reads}
+        inner = {node: _placeholder(region_graph, values[node].name) for node in reads}
         attributes: dict[str, object] = {}
         for node in run:
             self._copy(region_graph, inner, attributes, node)
@@ -149,6 +158,10 @@ class _StageWriter:
                 )
 
 
+def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    return graph.create_node("placeholder", name, name=name)  # graph.placeholder would change CamelCase
+
+
 def _local_buffer(fqn: str, run: Sequence[fx.Node], names: Mapping[str, str]) -> str:
     """The name under which a region finds the buffer `fqn`."""
     targets = [str(n.target) for n in run if n.op in ("call_module", "get_attr")]
@@ -162,7 +175,7 @@ def _bare_if_single(values: Sequence[fx.Node]) -> fx.Node | tuple[fx.Node, ...]:
 
 def _root(traced: Traced, stages: Sequence[Stage]) -> fx.GraphModule:
     graph = fx.Graph()
-    values = {n.name: graph.placeholder(n.name) for n in traced.graph.nodes if n.op == "placeholder"}
+    values = {n.name: _placeholder(graph, n.name) for n in traced.graph.nodes if n.op == "placeholder"}
     for stage in stages:
         name = f"stage_{stage.index}"
         call = graph.create_node("call_module", name, tuple(values[v] for v in stage.inputs), name=name)

@@ -77,6 +77,12 @@ class Pipeline(nn.Module):
         """
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
+        if self.model.training not in self.traced.modes:
+            now, then = ("train", "eval") if self.model.training else ("eval", "train")
+            raise ArgumentError(
+                f"the pipeline is in {now} mode, but its example could be run in {then} mode only when it was compiled",
+                remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
+            )
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..compat import TreeSpec, tree_flatten, tree_unflatten
+from ..compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from ..errors import ModelError, TraceError
-from ..graph import bind, first_difference, output_values, resolve, structure
+from ..graph import bind, is_within, output_values, resolve, structure
 from ..ir import NodeFacts, Traced
 from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
-from .tracer import CannotInlineError, LeafFallbackTracer, error_line
+from .tracer import BY_VALUE, CannotInlineError, ValueTracer, error_line
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
 # runs the user's model: one compilation at a time.
@@ -43,9 +43,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             remedy="pass the module instance: fxsplit.compile(model, plan, example_args=(x,))",
         )
     signature = Signature.of_example(model.forward, args, kwargs)
+    inputs = signature.flatten(args, kwargs)
     with TRACING, preserved(model):
-        kept: dict[str, str] = {}
-        tracer, graph, out_spec = _trace_in_both_modes(model, signature, kept)
+        tracer, graph, out_spec, modes, kept = _best_trace(model, signature, inputs)
     _read_attributes_where_used(graph)
     targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
     constants = {name: tracer.constants[name] for name in targets if name in tracer.constants}
@@ -56,72 +56,125 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             remedy="compile a model with at least one operation",
         )
     module = bind(graph, attributes, type(model).__name__)
-    facts = dict(find_facts(model, module, signature.flatten(args, kwargs)))
+    facts = dict(find_facts(model, module, inputs))
     _read_latest_names(module.graph, facts)
     out_spec = _open_outputs(module.graph, facts, out_spec)
-    # `y += c` on a number is an ordinary addition: fx prints the in-place form, which would rebind the name
-    for node in module.graph.nodes:
-        _number_is_not_mutated(
-            node, facts[node.args[0].name].value if node.args and isinstance(node.args[0], fx.Node) else None
-        )
     module.recompile()
     used = {path: why for path, why in kept.items() if path in attributes}
-    return Traced(
-        module, signature, out_spec, facts, constants, "fxsplit tracer (proxies, leaf fallback)", used
-    )
+    return Traced(module, signature, out_spec, facts, constants, "the value-carrying tracer", used, modes)
+
+
+def _best_trace(
+    model: nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[ValueTracer, fx.Graph, Any, tuple[bool, ...], dict[str, str]]:
+    """The trace that keeps the fewest parameters in modules kept whole.
+
+    The first one runs the model as eager does. If something has to stay whole then, the second one says to
+    libraries that the model is being compiled, so that they leave out shortcuts that depend on values.
+    """
+    found: list[tuple[int, tuple[ValueTracer, fx.Graph, Any, tuple[bool, ...], dict[str, str]]]] = []
+    failed: TraceError | None = None
+    for says_compiling in (False, True):
+        kept: dict[str, str] = {}
+        try:
+            traced = _trace_in_both_modes(model, signature, inputs, kept, says_compiling)
+        except TraceError as error:
+            failed = failed or error
+            continue
+        sizes = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in kept]
+        found.append((sum(sizes), (*traced, kept)))
+        if not any(BY_VALUE in why for why in kept.values()):
+            break
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _trace_in_both_modes(
-    model: nn.Module, signature: Signature, kept: dict[str, str]
-) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
+    model: nn.Module,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    kept: dict[str, str],
+    says_compiling: bool,
+) -> tuple[ValueTracer, fx.Graph, Any, tuple[bool, ...]]:
+    own = [module.training for module in model.modules()]
+    modes: list[bool | None]
     while True:
         before = len(kept)
         graphs = []
-        for training in (None, True, False):
+        modes = [None, True, False] if len(set(own)) > 1 else [None, not own[0]]
+        for training in modes:
             with preserved(model):
-                for module in model.modules():
-                    module.training = module.training if training is None else training
-                graphs.append(_trace_once(model, signature, kept))
+                for module, mode in zip(model.modules(), own, strict=True):
+                    module.training = mode if training is None else training
+                try:
+                    graphs.append(_trace_once(model, signature, inputs, kept, says_compiling))
+                except TraceError:
+                    if training in (None, own[0]):
+                        raise
         if len(kept) > before:
             continue  # trace again from the start, so that names do not depend on what was tried
-        rows = [structure(graph) for _, graph, _ in graphs]
-        for other in (1, 2):
-            where = first_difference(rows[0], rows[other])
-            if where is not None:
-                _keep_mode_reader(model, [graphs[0][1], graphs[other][1]], where, kept)
+        for _, other, _ in graphs[1:]:
+            if structure(other) != structure(graphs[0][1]):
+                _keep_mode_readers(model, graphs[0][1], other, kept)
         if len(kept) == before:
-            return graphs[0]
+            return (*graphs[0], (True, False) if len(graphs) == len(modes) else (model.training,))
 
 
-def _keep_mode_reader(model: nn.Module, graphs: Sequence[fx.Graph], where: int, kept: dict[str, str]) -> None:
-    nodes = [list(graph.nodes)[where : where + 1] for graph in graphs]
-    found = [node for row in nodes for node in row if node.op != "output"]
-    paths = [node.meta["module_path"] for node in found]
-    path = max(paths, key=len, default="")
-    owner = next((n for n in found if n.meta["module_path"] == path), None)
-    if path in kept and owner is not None and owner.op == "call_module":
-        path = path.rpartition(".")[0]
-    if not path:
+def _keep_mode_readers(model: nn.Module, a: fx.Graph, b: fx.Graph, kept: dict[str, str]) -> None:
+    """Keep whole every module whose own part of the two graphs differs."""
+    parts = [_parts(graph) for graph in (a, b)]
+    differing = {p: parts[i].get(p) for i in (0, 1) for p in parts[i] if parts[0].get(p) != parts[1].get(p)}
+    inner = [
+        path for path in differing if path and not any(o != path and is_within(o, path) for o in differing)
+    ]
+    if not inner:
+        found = next((nodes for nodes in differing.values() if nodes), None)
+        nodes = [n for graph in (a, b) for n in graph.nodes if found and n.meta["module_path"] == ""]
+        line = next((n.meta["source"] for n in nodes if n.meta["source"]), None)
         raise TraceError(
             f"{type(model).__name__}.forward takes another path in train() than in eval(), or from one call to the next",
-            where=str(owner.meta["source"]) if owner is not None else None,
+            where=str(line) if line else None,
             remedy="move what reads self.training or keeps state in Python into a submodule "
             "(nn.Dropout instead of F.dropout)",
         )
-    kept[path] = "it reads self.training"
+    kept.update((path, "it reads self.training") for path in inner)
+
+
+def _parts(graph: fx.Graph) -> dict[str, list[tuple[Any, ...]]]:
+    """Per module path what its own forward does: operations and literal arguments, operands by what made them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return (value.op, value.target)
+        return value if isinstance(value, int | float | bool | str | slice) else type(value)
+
+    parts: dict[str, list[tuple[Any, ...]]] = {}
+    for node in graph.nodes:
+        path = node.meta["module_path"]
+        if node.op == "call_module":
+            path = node.meta["caller"]
+        row = (node.op, node.target, [plain(v) for v in tree_leaves((node.args, node.kwargs))])
+        parts.setdefault(path, []).append(row)
+    return parts
 
 
 def _trace_once(
-    model: nn.Module, signature: Signature, kept: dict[str, str]
-) -> tuple[LeafFallbackTracer, fx.Graph, Any]:
-    tracer = LeafFallbackTracer(kept)
+    model: nn.Module,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    kept: dict[str, str],
+    says_compiling: bool,
+) -> tuple[ValueTracer, fx.Graph, Any]:
+    tracer = ValueTracer(model, kept, says_compiling=says_compiling)
     specs = []
 
-    def call(root: nn.Module, *proxies: Any) -> Sequence[Any]:
-        args, kwargs = signature.unflatten(proxies)
+    def call(root: nn.Module, *values: Any) -> Sequence[Any]:
+        args, kwargs = signature.unflatten(values)
         leaves, spec = tree_flatten(root.forward(*args, **kwargs))
         for leaf in leaves:
-            if not isinstance(leaf, fx.Proxy | torch.Tensor | int | float | bool | str | type(None)):
+            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
                 raise CannotInlineError(
                     f"it returns {type(leaf).__name__}, which is not a registered pytree "
                     f"(torch.utils._pytree.register_pytree_node or register_dataclass)"
@@ -130,7 +183,8 @@ def _trace_once(
         return leaves
 
     try:
-        graph = tracer.flat_trace(model, call, [a.placeholder for a in signature.arguments])
+        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        graph = tracer.trace(call, leaves, [a.placeholder for a in signature.arguments])
     except Exception as error:
         line = error_line(error)
         text = str(error).splitlines()[0] if str(error) else ""
@@ -198,15 +252,3 @@ def _read_attributes_where_used(graph: fx.Graph) -> None:
                 copy = graph.node_copy(node)
             user.replace_input_with(node, copy)
         graph.erase_node(node)
-
-
-def _number_is_not_mutated(node: fx.Node, value: Any) -> None:
-    name = getattr(node.target, "__name__", "")
-    if (
-        node.op == "call_function"
-        and getattr(node.target, "__module__", "") == "_operator"
-        and name.startswith("i")
-    ):
-        plain = getattr(operator, name[1:], None)
-        if plain is not None and isinstance(value, int | float | bool | complex):
-            node.target = plain

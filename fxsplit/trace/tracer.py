@@ -1,4 +1,4 @@
-"""An fx tracer that keeps a submodule whole where its `forward` cannot be inlined, and says why."""
+"""The value-carrying tracer: runs the model on real tensors and writes down what they go through."""
 
 from __future__ import annotations
 
@@ -8,170 +8,584 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
-from ..compat import tree_leaves
+from ..compat import storage_key, tree_leaves
 from ..ir import Source
 from ..state import attributes_of, changed_attributes, restore_attributes
+from .values import TracedFloat, TracedInt, TracedNumber, plain
 
-# fx records these only when a Proxy is in a tensor position; a size or a seedable constant must be a node too.
-_FACTORIES = (
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "zeros",
-)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
 
+# `a + b` arrives as Tensor.add: written back as it reads best
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    **{
+        n: getattr(operator, n)
+        for n in ("add", "sub", "mul", "matmul", "neg", "gt", "lt", "ge", "le", "eq", "ne", "mod")
+    },
+    "div": operator.truediv,
+    "true_divide": operator.truediv,
+    "remainder": operator.mod,
+    "pow": operator.pow,
+    "__pow__": operator.pow,
+    "floor_divide": operator.floordiv,
+    "__floordiv__": operator.floordiv,
+    "__eq__": operator.eq,
+    "__ne__": operator.ne,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
+    "__xor__": operator.xor,
+    "__invert__": operator.invert,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__matmul__": operator.matmul,
+    "__lshift__": operator.lshift,
+    "__rshift__": operator.rshift,
+}
+_REFLECTED: dict[str, Callable[..., Any]] = {
+    "__rsub__": operator.sub,
+    "__rdiv__": operator.truediv,
+    "__rtruediv__": operator.truediv,
+    "__rfloordiv__": operator.floordiv,
+    "__rpow__": operator.pow,
+    "__rmatmul__": operator.matmul,
+    "__rmod__": operator.mod,
+    "__radd__": operator.add,
+    "__rmul__": operator.mul,
+    "__rlshift__": operator.lshift,
+    "__rrshift__": operator.rshift,
+    "__rand__": operator.and_,
+    "__ror__": operator.or_,
+    "__rxor__": operator.xor,
+}
+_SIZES = frozenset(("size", "numel", "nelement", "stride", "storage_offset", "__len__", "sym_size"))
+# What a tensor is, not what it holds: the same for every input of its kind.
+_PLAIN = frozenset(
+    [
+        "dim",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "result_type",
+        "can_cast",
+        "promote_types",
+        "is_same_size",
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "data_ptr",
+        "type",
+        "register_hook",
+        "retain_grad",
+        "has_names",
+        "__dir__",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_signed",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "is_pinned",
+        "is_shared",
+        "is_set_to",
+        "is_coalesced",
+        "untyped_storage",
+        "storage",
+        "_is_view",
+        "__reduce_ex__",
+        "is_tensor",
+        "_nnz",
+        "dense_dim",
+        "sparse_dim",
+        "requires_grad_",
+        "__deepcopy__",
+        "broadcast_shapes",
+    ]
+)
+_TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+_SIZE_DEPENDS_ON_DATA = frozenset(
+    [
+        "nonzero",
+        "unique",
+        "unique_consecutive",
+        "masked_select",
+        "argwhere",
+        "bincount",
+        "_unique2",
+        "repeat_interleave",
+    ]
+)
+_SIZED_LIKE_SELF = frozenset(
+    [
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_put",
+        "masked_fill",
+        "masked_scatter",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_reduce",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+    ]
+)
+_RANDOM = frozenset(
+    [
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "normal",
+        "bernoulli",
+        "multinomial",
+        "poisson",
+        "dropout",
+        "alpha_dropout",
+        "feature_dropout",
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "exponential_",
+    ]
+)
+_COUNT_DEPENDS_ON_SIZE = frozenset(("unbind", "chunk", "split", "tensor_split"))
+_OPPOSITE = {
+    operator.eq: operator.ne,
+    operator.ne: operator.eq,
+    operator.lt: operator.ge,
+    operator.ge: operator.lt,
+    operator.gt: operator.le,
+    operator.le: operator.gt,
+}
+_LITERALS = (
+    *(int, float, complex, bool, str, bytes, range, type(None), types.EllipsisType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+BY_VALUE = "values of a tensor"  # in every reason that is about what a tensor holds
+
 
 class CannotInlineError(Exception):
-    """Raised while a module's `forward` runs on proxies: the module has to stay whole."""
+    """Raised while a module's `forward` is traced: the module has to stay whole."""
 
 
-class InPlaceProxy(fx.Proxy):
-    """A Proxy on which ``y += c`` is recorded as the in-place operation that it is.
+class Ref:
+    """Where a value comes from: a node that exists, or one that is written when somebody first needs it."""
 
-    fx's own Proxy lets Python fall back to ``y = y + c``, which another name for the same tensor does not see.
-    """
+    __slots__ = ("_node", "constant", "data_dependent", "make")
+
+    def __init__(
+        self, make: Callable[[], fx.Node] | fx.Node, *, constant: bool = False, data_dependent: bool = False
+    ) -> None:
+        self._node = make if isinstance(make, fx.Node) else None
+        self.make = None if isinstance(make, fx.Node) else make
+        self.constant, self.data_dependent = constant, data_dependent
+
+    def node(self, erased: set[fx.Node]) -> fx.Node:
+        """The node; written now, if it was not or if it has been erased."""
+        if self._node is None or (self._node in erased and self.make is not None):
+            assert self.make is not None
+            self._node = self.make()
+        return self._node
 
 
-def _record_in_place(name: str) -> None:
-    target = getattr(operator, name)
+class ValueTracer(TorchFunctionMode):
+    """Traces one call of `model`.
 
-    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
-
-    setattr(InPlaceProxy, f"__{name}__", method)
-
-
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor"):
-    _record_in_place(_name)
-
-
-class LeafFallbackTracer(fx.Tracer):
-    """Inlines the `forward` of every module that can be inlined.
+    The tensors are real, so whatever the model asks of them has an answer; each also has a `Ref`. Sizes are
+    numbers that remember their node. What the model decides by a number is baked in and guarded; what it
+    decides by the values of tensors cannot be baked in: the innermost module whose forward does so is
+    kept whole, as one node.
 
     Args:
         kept: module path → reason, of modules that must stay whole; modules found while tracing are added.
+        says_compiling: whether ``torch.compiler.is_compiling()`` is true meanwhile. Libraries then leave out
+            shortcuts that depend on the values of tensors.
     """
 
-    proxy_buffer_attributes = True
-
-    def __init__(self, kept: dict[str, str]) -> None:
+    def __init__(self, model: nn.Module, kept: dict[str, str], *, says_compiling: bool = False) -> None:
         super().__init__()
-        self.kept = kept
+        self.model, self.kept, self.says_compiling = model, kept, says_compiling
+        self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._attributes = _tensor_attributes(model)
+        self._parameters = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._refs: dict[int, tuple[Any, Ref]] = {}
+        self._undo: list[tuple[int, tuple[Any, Ref] | None]] = []
+        self._erased: set[fx.Node] = set()
+        self._sizes: dict[tuple[Ref, Any], TracedInt] = {}
+        self._guards: dict[Any, fx.Node] = {}
+        self._contexts: dict[int, fx.Node] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+        self._stack: list[str] = [""]
+        self._paused = False
         self._thread = threading.get_ident()
-        self._modes = _thread_modes()
-        self._proxy_cache: dict[str, Any] = {}
 
-    def flat_trace(
-        self, model: nn.Module, call: Callable[..., Sequence[Any]], placeholders: Sequence[str]
+    # -- one trace -----------------------------------------------------------------------------------------
+
+    def trace(
+        self, call: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor], placeholders: Sequence[str]
     ) -> fx.Graph:
-        """The graph of ``call(model, *proxies)``, which returns the flat outputs."""
-        self._call, self._placeholders = call, placeholders
-        with _patched(self._traced_factories()):
-            return self.trace(model)
+        """The graph of ``call(model, *inputs)``, which returns the flat outputs."""
+        for name, x in zip(placeholders, inputs, strict=True):
+            node = self.graph.create_node("placeholder", name, name=name)
+            node.meta["module_path"], node.meta["source"] = "", None
+            self._bind(x, Ref(node))
+        before = attributes_of(self.model)
+        with _patched(self._patches()), self:
+            outputs = call(self.model, *inputs)
+            self._refuse_written_attributes(self.model, before)
+            self.graph.output(tuple(self._argument(value) for value in outputs))
+        self.graph.output_node().meta.update(module_path="", source=None)
+        return self.graph
 
-    # -- what fx calls ---------------------------------------------------------------------------------------
-
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._placeholders]
-        before = attributes_of(self.root)
-
-        def forward(root: nn.Module, *values: Any) -> tuple[Any, ...]:
-            outputs = tuple(self._call(root, *values))
-            self._refuse_written_attributes(root, before)
-            return outputs
-
-        return forward, [self.root, *proxies]
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.kept:
-            return True
-        if isinstance(m, fx.GraphModule | nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            builtin = False
-        else:
-            builtin = super().is_leaf_module(m, module_qualified_name)
-        if builtin:
-            return True
-        reason = _why_opaque(m)
-        if reason:
-            self.kept[module_qualified_name] = reason
-        return reason is not None
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if threading.get_ident() != self._thread:
-            return forward(*args, **kwargs)  # fx patches nn.Module for the whole process
-        path = self.path_of_module(m)
-        if self.is_leaf_module(m, path):
-            return super().call_module(m, forward, args, kwargs)
-        last = next(reversed(self.graph.nodes), None)
-        stack, calls, before = dict(self.module_stack), dict(self.num_calls), attributes_of(m)
-        try:
-            result = super().call_module(m, forward, args, kwargs)
-            self._refuse_written_attributes(m, before)
-            return result
-        except Exception as error:  # whatever the user's forward raises on a proxy
-            self.kept[path] = _reason(error)
-            restore_attributes(m, before)
-            self._erase_after(last)
-            self.module_stack.clear()
-            self.module_stack.update(stack)
-            self.num_calls = calls
-            return super().call_module(m, forward, args, kwargs)
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if self._paused or name in _PLAIN:
+            return func(*_plain(args), **_plain(kwargs))
+        if name == "__get__":
+            return self._property(func, args)
+        if name in _SIZES:
+            return self._size(func, name, args, kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(args[0].unbind(0))
+        if name == "_set_grad_enabled":
+            return func(*args)  # the contexts that call it are recorded themselves
+        before = [
+            (t, t._version) for t in _leaves(args) if isinstance(t, torch.Tensor) and not t.is_inference()
+        ]
+        result = func(*_plain(args), **_plain(kwargs))
+        result = self._own_object(result, before)
+        return self._record(func, name, args, kwargs, result)
 
-    def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    def _own_object(self, result: Any, operands: list[tuple[torch.Tensor, int]]) -> Any:
+        """An operand handed back unchanged gets an object of its own: it has two names in the program.
+
+        Dropout does so in eval mode and not in train mode. In-place operations keep theirs.
+        """
+        if any(result is t and t._version == version for t, version in operands):
+            return _alias(result)
+        return result
+
+    # -- recording -----------------------------------------------------------------------------------------
+
+    def _record(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        operands = [self._ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        numbers = [n.ref for n in _leaves((args, kwargs)) if isinstance(n, TracedNumber)]
+        constant = all(ref.constant for ref in (*operands, *numbers)) and name not in _RANDOM
+        if not _holds_tensors(result) and not (result is None and name.startswith("__set")):
+            if constant or not operands:
+                return result
+            raise CannotInlineError(f"it uses the {BY_VALUE} ({name.strip('_')})")
+        sized_by_data = (
+            name in _SIZE_DEPENDS_ON_DATA or (name == "where" and len(args) == 1) or _is_masked(name, args)
+        )
+        if name == "repeat_interleave":
+            sized_by_data = any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values()))
+        if name in _SIZED_LIKE_SELF or (name.endswith("_") and not name.endswith("__")):
+            operands = operands[:1]
+        data_dependent = sized_by_data or any(ref.data_dependent for ref in (*operands, *numbers))
+        ref = Ref(self._call(func, name, args, kwargs), constant=constant, data_dependent=data_dependent)
+        if name in _COUNT_DEPENDS_ON_SIZE and not constant and isinstance(result, tuple | list):
+            self._guard_count(name, args, kwargs, ref, len(result))
+        return self._bind(result, ref)
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        method = _is_tensor_method(func, name)
+        if method and not kwargs:
+            if name in _REFLECTED:
+                return self._create("call_function", _REFLECTED[name], args[::-1], {})
+            if name in _OPERATORS:
+                return self._create("call_function", _OPERATORS[name], args, {})
+        return (
+            self._create("call_method", name, args, kwargs)
+            if method
+            else self._create("call_function", func, args, kwargs)
+        )
+
+    def _create(
+        self, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None = None
     ) -> fx.Node:
-        if _thread_modes() != self._modes:
-            raise CannotInlineError("it changes grad mode or autocast")
-        if kind == "call_module" and name is None and target[0].isdigit():
-            name = f"layer_{target.replace('.', '_')}"  # fx would call the value of "0" `_0`
-        node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        frames = self.module_stack
-        node.meta["module_path"] = next(reversed(frames.values()))[0] if frames else ""
+        mapped = tuple(self._argument(a) for a in args), {k: self._argument(v) for k, v in kwargs.items()}
+        node = self.graph.create_node(op, target, *mapped, name=name)
+        node.meta["module_path"] = self._stack[-1]
         node.meta["source"] = user_line()
         return node
 
-    def create_arg(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and a not in self.tensor_attrs:
-            # fx would put the constant on the user's root module
-            name = (
-                next((n for n, t in self.constants.items() if t is a), None)
-                or f"constant_{len(self.constants)}"
+    def _argument(self, value: Any) -> Any:
+        """`value` as fx writes it: tensors and numbers as nodes, inside any nesting."""
+        if isinstance(value, TracedNumber):
+            return value.ref.node(self._erased)
+        if isinstance(value, torch.Tensor):
+            return self._ref(value).node(self._erased)
+        if isinstance(value, tuple | list):
+            items = [self._argument(item) for item in value]
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*items)
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(part) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, _LITERALS) or (
+            isinstance(value, type) and value.__module__ in ("builtins", "torch")
+        ):
+            return value
+        raise CannotInlineError(f"an operation takes a {type(value).__name__}")
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        known = self._refs.get(id(tensor))
+        if known is not None:
+            return known[1]
+        path = self._attributes.get(id(tensor))
+        if path is None:
+            if storage_key(tensor) in self._storages:
+                raise CannotInlineError("it makes a tensor from another one past torch's functions")
+            path = next(
+                (n for n, t in self.constants.items() if t is tensor), f"constant_{len(self.constants)}"
             )
-            self.constants[name] = a
-            return self.create_node("get_attr", name, (), {})
-        return super().create_arg(a)
+            self.constants[path] = tensor
+        # not remembered: every reader gets a get_attr of its own
+        return Ref(
+            lambda: self._create("get_attr", path, (), {}), constant=id(tensor) not in self._parameters
+        )
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return InPlaceProxy(node, self)
+    def _bind(self, value: Any, ref: Ref) -> Any:
+        """Remember where the tensors in `value` come from; numbers in it are replaced by traced ones."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._attributes:
+                self._undo.append((id(value), self._refs.get(id(value))))
+                self._refs[id(value)] = (value, ref)
+                if value.layout is torch.strided:
+                    self._storages.setdefault(storage_key(value), value)
+            return value
+        if isinstance(value, Mapping):
+            for key in list(value):
+                item = self._bind(value[key], self._item(ref, key))
+                if item is not value[key]:
+                    value[key] = item  # type: ignore[index]
+            return value
+        if isinstance(value, tuple | list):
+            items = [self._bind(item, self._item(ref, i)) for i, item in enumerate(value)]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if is_dataclass(value) and not isinstance(value, type):
+            for field in value.__dataclass_fields__:
+                self._bind(getattr(value, field), self._attribute(ref, field))
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and not ref.constant:
+            return self._traced(value, ref)
+        return value
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
-            return attr_val
-        self._proxy_cache = parameter_proxy_cache
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+    def _item(self, ref: Ref, key: Any) -> Ref:
+        return self._later(ref, lambda: self._write(operator.getitem, ref, key))
 
-    # -- helpers ---------------------------------------------------------------------------------------------
+    def _attribute(self, ref: Ref, name: str) -> Ref:
+        return self._later(ref, lambda: self._write(getattr, ref, name))
+
+    def _write(self, function: Any, ref: Ref, key: Any) -> fx.Node:
+        owner = ref.node(self._erased)
+        node = self.graph.call_function(function, (owner, key))
+        node.meta["module_path"], node.meta["source"] = owner.meta["module_path"], owner.meta["source"]
+        return node
+
+    def _later(self, origin: Ref, make: Callable[[], fx.Node]) -> Ref:
+        return Ref(make, constant=origin.constant, data_dependent=origin.data_dependent)
+
+    # -- numbers -------------------------------------------------------------------------------------------
+
+    def _traced(self, value: int | float, ref: Ref) -> TracedInt | TracedFloat:
+        return TracedInt(value, ref, self) if isinstance(value, int) else TracedFloat(value, ref, self)
+
+    def number(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """``function(*operands)``, recorded when its result is first needed."""
+        value = function(*map(plain, operands))
+        if not isinstance(value, int | float):
+            raise CannotInlineError(f"a size becomes a {type(value).__name__}")
+        refs = [n.ref for n in operands if isinstance(n, TracedNumber)]
+        ref = Ref(
+            lambda: self._create("call_function", function, operands, {}),
+            data_dependent=any(r.data_dependent for r in refs),
+        )
+        return self._traced(value, ref)
+
+    def guard_comparison(self, function: Callable[..., bool], a: Any, b: Any) -> bool:
+        """The outcome of a comparison, baked in; another outcome is an error when the program runs."""
+        outcome = bool(function(plain(a), plain(b)))
+        if self._paused or self._thread != threading.get_ident():
+            return outcome
+        for number in (a, b):
+            if isinstance(number, TracedNumber) and number.ref.data_dependent:
+                raise CannotInlineError(f"it branches on a size that depends on the {BY_VALUE}")
+        self._guard(function if outcome else _OPPOSITE[function], a, b)
+        return outcome
+
+    def guard_value(self, number: TracedNumber) -> None:
+        """The number is used as a plain one: it has to be this one when the program runs."""
+        self.guard_comparison(operator.eq, number, number.value)
+
+    def _guard(self, function: Callable[..., bool], a: Any, b: Any) -> None:
+        operands = tuple(self._argument(v) for v in (a, b))
+        known = self._guards.get((function, operands))
+        if known is not None and known not in self._erased:
+            return
+        line = user_line()
+        condition = self._create("call_function", function, (a, b), {})
+        text = f"{line.short if line else 'the model'} took another path when it was captured: compile again with an example like this one"
+        self._guards[function, operands] = self._create(
+            "call_function", torch._assert, (condition_number(condition, self), text), {}
+        )
+
+    def _guard_count(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ref: Ref, count: int
+    ) -> None:
+        sections = args[1] if len(args) > 1 else kwargs.get("chunks", kwargs.get("split_size"))
+        if name != "unbind" and isinstance(sections, tuple | list):
+            return  # the sections are listed: the operation itself checks that they fit
+        number = self._traced(count, self._later(ref, lambda: self._create_len(ref)))
+        self._guard(operator.eq, number, count)
+
+    def _create_len(self, ref: Ref) -> fx.Node:
+        node = self.graph.call_function(len, (ref.node(self._erased),))
+        node.meta["module_path"], node.meta["source"] = self._stack[-1], user_line()
+        return node
+
+    def _property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name, tensor = func.__self__.__name__, args[0]
+        if name == "shape":
+            return self._size(torch.Tensor.size, "size", (tensor,), {})
+        result = func(*args)
+        if name not in _TENSOR_PROPERTIES or not isinstance(result, torch.Tensor):
+            return result
+        ref = self._ref(tensor)
+        node = self._create("call_function", getattr, (tensor, name), {})
+        return self._bind(result, Ref(node, constant=ref.constant, data_dependent=ref.data_dependent))
+
+    def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*_plain(args), **_plain(kwargs))
+        tensor = args[0]
+        if id(tensor) in self._attributes or self._ref(tensor).constant:
+            return result
+        if name == "__len__":
+            guard = self._dimension(tensor, "size", 0, result)
+            self.guard_value(guard)
+            return result  # Python's len() wants a plain int
+        if isinstance(result, int):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            return self._dimension(
+                tensor, name, None if dim is None else int(dim) % max(1, tensor.dim()), result
+            )
+        numbers: list[Any] = [self._dimension(tensor, name, i, value) for i, value in enumerate(result)]
+        return torch.Size(numbers) if isinstance(result, torch.Size) else tuple(numbers)
+
+    def _dimension(self, tensor: torch.Tensor, name: str, dim: int | None, value: int) -> TracedInt:
+        ref = self._ref(tensor)
+        key = (ref, (name, dim))
+        if key not in self._sizes:
+            arguments = (tensor,) if dim is None else (tensor, dim)
+
+            def make() -> fx.Node:
+                mapped = (ref.node(self._erased), *arguments[1:])
+                node = self.graph.call_method(name, mapped)
+                node.meta["module_path"], node.meta["source"] = self._stack[-1], user_line()
+                return node
+
+            self._sizes[key] = TracedInt(value, self._later(ref, make), self)
+        return self._sizes[key]
+
+    # -- modules -------------------------------------------------------------------------------------------
+
+    def _call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self._paths.get(id(module))
+        if path is None or path == "":
+            return original(module, *args, **kwargs)
+        reason = self.kept.get(path)
+        if reason is None:
+            reason = _why_opaque(module)
+            if reason is not None and reason != "":
+                self.kept[path] = reason
+        if reason is not None:
+            return self._call_whole(original, module, path, args, kwargs)
+        mark, last = len(self._undo), next(reversed(self.graph.nodes), None)
+        stack, before = list(self._stack), attributes_of(module)
+        self._stack.append(path)
+        try:
+            result = original(module, *args, **kwargs)
+            self._refuse_written_attributes(module, before)
+            return result
+        except Exception as error:  # whatever the user's forward raises
+            self.kept[path] = _reason(error)
+            restore_attributes(module, before)
+            self._rewind(mark, last)
+            self._paused = False
+        finally:
+            self._stack[:] = stack
+        return self._call_whole(original, module, path, args, kwargs)
+
+    def _call_whole(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        name = f"layer_{path.replace('.', '_')}" if path[0].isdigit() else None  # fx would say `_0`
+        operands = [self._ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        numbers = [n.ref for n in _leaves((args, kwargs)) if isinstance(n, TracedNumber)]
+        node = self._create("call_module", path, args, kwargs, name)
+        node.meta["module_path"], node.meta["caller"] = path, self._stack[-1]
+        self._paused = True
+        try:
+            before = [(t, t._version) for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            result = self._own_object(original(module, *_plain(args), **_plain(kwargs)), before)
+        finally:
+            self._paused = False
+        unknown = self.kept.get(path, "") != ""  # a module of torch.nn decides nothing by values
+        data_dependent = unknown and not isinstance(result, torch.Tensor)
+        data_dependent = data_dependent or any(r.data_dependent for r in (*operands, *numbers))
+        return self._bind(result, Ref(node, data_dependent=data_dependent))
+
+    def _rewind(self, mark: int, last: fx.Node | None) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                break
+            self.graph.erase_node(node)
+            self._erased.add(node)
+        while len(self._undo) > mark:
+            key, known = self._undo.pop()
+            if known is None:
+                self._refs.pop(key, None)
+            else:
+                self._refs[key] = known
 
     def _refuse_written_attributes(self, module: nn.Module, before: dict[str, Any]) -> None:
         written = changed_attributes(module, before)
@@ -179,37 +593,157 @@ class LeafFallbackTracer(fx.Tracer):
             restore_attributes(module, before)
             raise CannotInlineError(f"its forward writes self.{written[0]}")
 
-    def _erase_after(self, last: fx.Node | None) -> None:
-        for node in reversed(list(self.graph.nodes)):
-            if node is last:
-                break
-            self.graph.erase_node(node)
-            for name, proxy in list(self._proxy_cache.items()):
-                if proxy.node is node:
-                    del self._proxy_cache[name]
+    # -- what is patched while tracing ----------------------------------------------------------------------
 
-    def _traced_factories(self) -> list[tuple[Any, str, Any]]:
-        patches: list[tuple[Any, str, Any]] = []
-        for name in _FACTORIES:
-            original = getattr(torch, name)
+    def _mine(self) -> bool:
+        return not self._paused and threading.get_ident() == self._thread
 
-            def record(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                if threading.get_ident() != self._thread:
-                    return _original(*args, **kwargs)
-                return self.create_proxy("call_function", _original, args, kwargs)
+    def _patches(self) -> list[tuple[Any, str, Any]]:
+        call = nn.Module.__call__
 
-            patches.append((torch, name, record))
+        def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._mine():
+                return call(module, *args, **kwargs)
+            return self._call_module(call, module, args, kwargs)
+
         apply: Any = torch.autograd.Function.__dict__["apply"]
 
-        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-            # inlining would keep the forward and drop the user's backward
-            if threading.get_ident() == self._thread and any(
-                isinstance(a, fx.Proxy) for a in tree_leaves((args, kwargs))
-            ):
+        def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if self._mine() and any(isinstance(a, torch.Tensor) for a in tree_leaves((args, kwargs))):
+                # inlining would keep the forward and drop the user's backward
                 raise CannotInlineError(f"it calls the autograd.Function {cls.__name__}")
             return apply.__func__(cls, *args, **kwargs)
 
-        return [*patches, (torch.autograd.Function, "apply", classmethod(refuse))]
+        patches: list[tuple[Any, str, Any]] = [
+            (nn.Module, "__call__", module_call),
+            (torch.autograd.Function, "apply", classmethod(function_apply)),
+        ]
+        for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast):
+            patches += self._context_patches(kind)
+        if self.says_compiling:
+            patches.append(
+                (
+                    torch.compiler,
+                    "is_compiling",
+                    lambda original=torch.compiler.is_compiling: self._mine() or original(),
+                )
+            )
+        patches.append(
+            (torch.inference_mode, "__enter__", self._refuse_context(torch.inference_mode.__enter__))
+        )
+        return patches
+
+    def _refuse_context(self, original: Any) -> Any:
+        def enter(context: Any) -> Any:
+            if self._mine():
+                raise CannotInlineError("it enters inference_mode")
+            return original(context)
+
+        return enter
+
+    def _context_patches(self, kind: Any) -> list[tuple[Any, str, Any]]:
+        """`with torch.no_grad():` becomes nodes: the context, its __enter__, its __exit__."""
+        original_enter, original_exit = kind.__enter__, kind.__exit__
+
+        def enter(context: Any) -> Any:
+            if self._mine():
+                args, kwargs = _context_arguments(context)
+                node = self._create("call_function", type(context), args, kwargs)
+                self._contexts[id(context)] = node
+                if not isinstance(context, torch.set_grad_enabled):  # sets the mode when it is made
+                    entered = self.graph.call_method("__enter__", (node,))
+                    entered.meta.update(node.meta)
+            return original_enter(context)
+
+        def leave(context: Any, *exc: Any) -> Any:
+            node = self._contexts.pop(id(context), None)
+            if self._mine() and node is not None and node not in self._erased:
+                left = self.graph.call_method("__exit__", (node, None, None, None))
+                left.meta.update(node.meta)
+            return original_exit(context, *exc)
+
+        return [(kind, "__enter__", enter), (kind, "__exit__", leave)]
+
+
+def condition_number(node: fx.Node, tracer: ValueTracer) -> TracedInt:
+    """A comparison's node, as a number that can be an argument."""
+    return TracedInt(1, Ref(node), tracer)
+
+
+def _context_arguments(context: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(context, torch.autocast):
+        kwargs = {
+            "dtype": context.fast_dtype,
+            "enabled": context._enabled,
+            "cache_enabled": context._cache_enabled,
+        }
+        return (context.device,), kwargs
+    return ((context.mode,), {}) if isinstance(context, torch.set_grad_enabled) else ((), {})
+
+
+def _tensor_attributes(model: nn.Module) -> dict[int, str]:
+    """id → path of the tensors that are attributes of the model's modules; ties have their first name."""
+    found: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.setdefault(id(tensor), name)
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), f"{path}.{key}" if path else key)
+    return found
+
+
+def _is_tensor_method(func: Any, name: str) -> bool:
+    if getattr(func, "__objclass__", None) is not None:
+        return True
+    return isinstance(func, types.FunctionType) and getattr(torch.Tensor, name, None) is func
+
+
+def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
+    if name != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another Python object for the same values and the same place in the autograd graph."""
+    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Leaves of nested tuples, lists, dicts and slices."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from _leaves((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def _plain(value: Any) -> Any:
+    """`value` with plain numbers for traced ones, inside nested tuples, lists, dicts and slices."""
+    if isinstance(value, TracedNumber):
+        return value.value
+    if isinstance(value, torch.Size):
+        return torch.Size([plain(item) for item in value])
+    if isinstance(value, tuple | list):
+        if not any(isinstance(leaf, TracedNumber) for leaf in _leaves(value)):
+            return value
+        items = [_plain(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_plain(part) for part in (value.start, value.stop, value.step)))
+    return value
 
 
 def user_line() -> Source | None:
@@ -238,23 +772,17 @@ def _is_the_users(path: str) -> bool:
     return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))
 
 
-def _thread_modes() -> tuple[bool, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-    )
-
-
 def _why_opaque(m: nn.Module) -> str | None:
-    """Why `m` must not be inlined although its forward may trace."""
+    """Why `m` must not be inlined although its forward may trace; ``""`` for the basic modules of torch.nn."""
     if isinstance(m, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
         return "it has hooks"
     if hasattr(m, "__data_parallel_replicate__"):
         return "it has a replication callback"
+    basic = type(m).__module__.startswith(("torch.nn", "torch.ao.nn"))
+    if basic and (isinstance(m, nn.MultiheadAttention) or next(m.children(), None) is None):
+        return ""
     return None
 
 
@@ -268,11 +796,15 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _patched(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    missing = object()
+    originals = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
             setattr(owner, name, value)
         yield
     finally:
         for owner, name, value in originals:
-            setattr(owner, name, value)
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

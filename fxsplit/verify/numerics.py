@@ -87,11 +87,13 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     a, b = a.detach().cpu(), b.detach().cpu()
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and bool(torch.equal(a, b) or torch.allclose(a, b, 1e-5, 1e-6, equal_nan=True))
-    )
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b) or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return bool(torch.equal(a, b))
+    # Libraries take another kernel for the same numbers when they are captured (a causal flag, a mask).
+    scale = a.nan_to_num().abs().max().item() if a.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=0.0, atol=1e-4 * scale + 1e-7, equal_nan=True))
 
 
 def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..graph import first_difference, region_modules, resolve, stage_graph, structure
+from ..graph import device_constants, first_difference, region_modules, resolve, stage_graph, structure
 from ..ir import Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 
@@ -145,6 +145,15 @@ def _transfers(model: nn.Module, traced: Traced, program: Program) -> Iterator[t
                     yield f"stage {stage.index} on {stage.device} moves {node.name!r} to {user.args[1]}", None
 
 
+def _devices_follow(model: nn.Module, traced: Traced, program: Program) -> Iterator[tuple[str, str | None]]:
+    for stage in program.stages:
+        for module in (stage.module, *region_modules(stage.module)):
+            for node in module.graph.nodes:
+                stale = device_constants(node) & traced.devices - {stage.device}
+                if stale and node.target is not transfer:
+                    yield f"stage {stage.index} on {stage.device} has {_names(stale)} in {node.name!r}", None
+
+
 def _names(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
@@ -187,6 +196,7 @@ RULES = (
         "one transfer for each value that changes device, none where nothing crosses",
         _transfers,
     ),
+    Rule("devices-follow", "what was on the example's device is on the stage's", _devices_follow),
     Rule("own-objects", "a stage computes with the model's own modules and parameters", _own_objects),
     Rule("one-device", "a parameter has one home", _one_device),
 )
