@@ -115,6 +115,16 @@ def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph[int]
     return quotient
 
 
+def context_spans(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """First and last position of each context (no_grad, autocast) that is entered and left among `nodes`."""
+    position = {node: i for i, node in enumerate(nodes)}
+    return [
+        (position[node.args[0]], position[node])
+        for node in nodes
+        if node.op == "call_method" and node.target == "__exit__" and isinstance(node.args[0], fx.Node)
+    ]
+
+
 def device_constants(node: fx.Node) -> set[torch.device]:
     """The devices written in the arguments of a node."""
     found: set[torch.device] = set()

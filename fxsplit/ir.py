@@ -65,6 +65,7 @@ class NodeFacts:
         lasting: those of them that outlive the call: parameters, buffers, the caller's arguments.
         parameters: FQNs of the parameters that it reads (``call_module`` and ``get_attr``).
         buffers: FQNs of the buffers that it writes.
+        stateful: whether it changes parameters, or attributes of its module that are not tensors.
         returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
         random: whether it draws from the random number generator.
     """
@@ -77,6 +78,7 @@ class NodeFacts:
     lasting: frozenset[int] = frozenset()
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    stateful: bool = False
     returns: str | None = None
     random: bool = False
 
@@ -171,10 +173,11 @@ class Stage:
         nodes: names of the traced nodes that it computes, in program order.
         parameters: FQNs of the parameters that it reads.
         writes: FQNs of the buffers that it writes.
-        returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
+        stateful: whether it changes anything else that outlives a call.
         random: whether it draws from the random number generator.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.
+        sources: name of a value → the user's line, as the code shows it.
     """
 
     index: int
@@ -186,6 +189,7 @@ class Stage:
     nodes: tuple[str, ...]
     parameters: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    stateful: bool = False
     random: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""

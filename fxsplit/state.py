@@ -10,17 +10,32 @@ import torch
 from torch import nn
 
 
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a forward may write to: buffers, and plain tensor attributes; by path, ties once."""
+    found = dict(model.named_buffers())
+    seen = {id(t) for t in found.values()}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                found[f"{path}.{key}" if path else key] = value
+    return found
+
+
 @contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """The model and the random number generators end as they were: buffers (values and objects), gradients,
-    modes, hooks and plain attributes of every module, also when the body raises."""
+def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
+    """The model and the random number generators end as they were, also when the body raises: buffers and
+    tensor attributes (values and objects), gradients, modes, hooks and plain attributes of every module.
+
+    Args:
+        parameters: also the values of the parameters; costs a copy of them.
+    """
     modules = list(model.modules())
     attributes = [attributes_of(module) for module in modules]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
+    values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    devices = sorted(
-        {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
-    )
+    devices = sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -28,34 +43,35 @@ def preserved(model: nn.Module) -> Iterator[None]:
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.data.copy_(value)  # .data: autograd graphs of the user may have saved the buffer
+                for tensor, value in values:
+                    tensor.data.copy_(value)  # .data: autograd graphs of the user may have saved the tensor
                 for parameter, grad, kept in grads:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A copy of the attributes of `module`, to compare or restore later.
+
+    One level deeper than `__dict__`: `_parameters`, `_buffers`, `_modules` and the hooks are dicts, and a
+    forward may append to a list.
+    """
+    return {k: v.copy() if isinstance(v, dict | list | set) else v for k, v in module.__dict__.items()}
+
+
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Names of the attributes of `module` that were set or deleted since `before` (see `attributes_of`)."""
-    now = attributes_of(module)
+    """Names of the attributes of `module` that were set, deleted or extended since `attributes_of`."""
+    now = module.__dict__
     changed = []
     for key in [*before, *(k for k in now if k not in before)]:
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             inner = [*old, *(k for k in new if k not in old)]
             changed += [str(k) for k in inner if old.get(k) is not new.get(k)]
-        elif old is not new:
+        elif _differs(new, old):
             changed.append(key)
     return changed
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A copy of the attributes of `module`, to compare or restore later.
-
-    One level deeper than `__dict__`, because `_parameters`, `_buffers`, `_modules` and the hooks are dicts.
-    """
-    return {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()}
 
 
 def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
@@ -64,13 +80,20 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
     for key in [k for k in now if k not in before]:
         del now[key]
     for key, value in before.items():
-        if isinstance(value, dict) and isinstance(now.get(key), dict):
-            if _differs(now[key], value):
-                now[key].clear()  # in place: others may hold the dict itself
-                now[key].update(value)
-        elif now.get(key) is not value:
+        present = now.get(key)
+        if type(present) is type(value) and isinstance(value, dict | list | set):
+            if _differs(present, value):
+                present.clear()  # in place: others may hold the container itself
+                present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]
+        elif present is not value:
             now[key] = value
 
 
-def _differs(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return list(now) != list(before) or any(now[k] is not before[k] for k in before)
+def _differs(now: Any, before: Any) -> bool:
+    if type(now) is not type(before):
+        return True
+    if isinstance(before, dict):
+        return list(now) != list(before) or any(now[k] is not before[k] for k in before)
+    if isinstance(before, list):
+        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
+    return bool(now != before) if isinstance(before, set) else now is not before

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ..graph import context_spans
 from ..ir import Traced
 
 
@@ -26,7 +27,8 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int,
         for storage in facts[node.name].writes:
             writers.setdefault(storage, []).append(i)
     arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
-    apart: set[int] = set()
+    apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful}
+    spans = context_spans(nodes)
     while True:
         run_of = _number_runs(len(nodes), apart)
         before = len(apart)
@@ -39,6 +41,9 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int,
                 apart.update(() if one_run else touched)
             else:
                 apart.update(i for i in touched if i <= writing[-1] and run_of[i] != run_of[touched[0]])
+        for first, last in spans:  # a context is entered and left in one run
+            if not apart.isdisjoint(range(first, last + 1)):
+                apart.update(range(first, last + 1))
         if len(apart) == before:
             break
     runs, start = [], None

@@ -50,6 +50,7 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
             nodes=tuple(n.name for n in part.nodes),
             parameters=parameters,
             writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),
+            stateful=any(fact.stateful for fact in facts),
             random=any(fact.random for fact in facts),
             modules=modules,
             header=_header(model, part, len(parts), devices, made_by, modules, parameters),

@@ -171,7 +171,7 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
     raise PartitionError(
         f"{what}: {writer.name!r} writes in place to a value that both sides see"
         if bond.writer
-        else f"{what}: a parameter and its reader",
+        else f"{what}: it is inside a context such as no_grad, or between a parameter and its reader",
         where=where,
         remedy=f"cut before {first.name!r} or after {last.name!r}, or write out of place",
     )

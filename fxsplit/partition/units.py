@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from ..graph import compute_nodes
+from ..graph import compute_nodes, context_spans
 from ..ir import Traced
 
 
@@ -24,7 +24,7 @@ class Bond:
     """Why the program may not be cut between positions `first` and `last`.
 
     `writer` is the node that writes in place to a value that both ends can see; None for a parameter and
-    its reader.
+    its reader, and for a context.
     """
 
     first: int
@@ -36,6 +36,7 @@ def bonds(traced: Traced) -> list[Bond]:
     """What may not be separated.
 
     * A parameter or buffer and the node that reads it.
+    * What runs inside ``with torch.no_grad():`` or another context.
     * A value and everything that touches its storage until the last in-place write to it. After that write
       its contents are final, and another stage may read it. Storage that outlives the call (the model's
       buffers, the caller's inputs) has no final write: all that touch it stay together.
@@ -47,6 +48,7 @@ def bonds(traced: Traced) -> list[Bond]:
         for node in nodes
         if node.op == "get_attr" and node.users
     ]
+    found += [Bond(first, last, None) for first, last in context_spans(nodes)]
     touching: dict[int, list[int]] = {}
     writers: dict[int, list[int]] = {}
     lasting: set[int] = set()

@@ -78,7 +78,7 @@ class Call:
 
     def forward(self) -> list[list[Any]]:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
-        self._play("F", frozenset(s.index for s in self.program.stages if s.writes))
+        self._play("F", frozenset(s.index for s in self.program.stages if s.writes or s.stateful))
         rows = []
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])

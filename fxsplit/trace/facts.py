@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..compare import equal
 from ..compat import storage_key, tree_leaves, tree_map
 from ..graph import resolve
 from ..ir import NodeFacts, TensorSpec
-from ..state import preserved
+from ..state import attributes_of, changed_attributes, preserved, state_tensors
 
 
 def find_facts(
     model: nn.Module, module: fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> Mapping[str, NodeFacts]:
-    """Facts per node name, from one run without gradients in the model's mode and one in the other mode.
+    """Facts per node name, from one run in the model's mode and one in the other mode.
 
     Dropout returns its input in eval mode and draws numbers in train mode; batch normalisation writes its
     buffers in train mode only: what may be cut apart has to hold for both. Where the other mode cannot run
@@ -27,12 +28,12 @@ def find_facts(
     modes = [m.training for m in model.modules()]
     found: list[dict[str, NodeFacts]] = []
     for flip in (False, True):
-        with preserved(model), torch.no_grad():
+        with preserved(model, parameters=True), torch.enable_grad():
             for m, training in zip(model.modules(), modes, strict=True):
                 m.training = (not any(modes)) if flip else training
             finder = _FactFinder(model, module, first_number=_OTHER_MODE if flip else 0)
             try:
-                finder.run(*(x.detach().clone() for x in inputs))
+                finder.run(*(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs))
             except Exception:
                 if not flip:
                     raise
@@ -51,6 +52,7 @@ def _union(a: NodeFacts, b: NodeFacts) -> NodeFacts:
         writes=a.writes | b.writes,
         lasting=a.lasting | b.lasting,
         buffers=tuple(dict.fromkeys((*a.buffers, *b.buffers))),
+        stateful=a.stateful or b.stateful,
         returns=a.returns if a.returns == b.returns else None,
         random=a.random or b.random,
     )
@@ -60,8 +62,8 @@ def _cautious(model: nn.Module, module: fx.GraphModule, name: str, fact: NodeFac
     node = next(n for n in module.graph.nodes if n.name == name)
     if node.op != "call_module":
         return fact
-    own = {id(b) for b in resolve(module, str(node.target)).buffers()}
-    return replace(fact, buffers=tuple(n for n, b in model.named_buffers() if id(b) in own), random=True)
+    own = {id(t) for t in state_tensors(resolve(module, str(node.target))).values()}
+    return replace(fact, buffers=tuple(n for n, t in state_tensors(model).items() if id(t) in own), random=True)
 
 
 class _FactFinder(fx.Interpreter):
@@ -72,8 +74,9 @@ class _FactFinder(fx.Interpreter):
         self.facts: dict[str, NodeFacts] = {}
         self._numbers: dict[int, int] = {}
         self._first_number = first_number
+        self._lasting: frozenset[int] = frozenset()
         self._parameter_names = {id(p): name for name, p in model.named_parameters()}  # ties: the first name
-        self._buffer_names = {self._number(b): name for name, b in model.named_buffers()}
+        self._buffer_names = {self._number(t): name for name, t in state_tensors(model).items()}
 
     def run_node(self, n: fx.Node) -> Any:
         owned = self._owned_tensors(n)
@@ -82,22 +85,36 @@ class _FactFinder(fx.Interpreter):
             for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n))
             if isinstance(t, torch.Tensor)
         ]
+        # What is written past the version counter shows in the values: kernels write to running statistics,
+        # users to `.data`. The basic modules of torch.nn do not write to parameters.
+        basic = n.op == "call_module" and type(resolve(self.module, str(n.target))).__module__.startswith("torch.nn")
+        by_value = [t for t in owned if not (basic and isinstance(t, nn.Parameter))]
+        if n.op in ("call_function", "call_method"):
+            by_value = [t for t in read if self._number(t) in self._lasting]
         versions = [(t, t._version) for t in (*read, *owned)]
-        buffers = [(b, b.detach().clone()) for b in owned if self._number(b) in self._buffer_names]
-        generator = _generator_states(read)
+        values = [(t, t.detach().clone()) for t in by_value]
+        generator, attributes = _generator_states(read), self._attributes(n)
         value = super().run_node(n)
         written = [t for t, version in versions if t._version != version]
-        changed = [b for b, before in buffers if not _same(b, before)]
+        changed = [t for t, before in values if not equal(t, before)]
+        stateful = any(changed_attributes(m, before) for m, before in attributes)
         made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
         tensors = [*read, *owned, *made] if n.op != "output" else []
         writes = {self._number(t) for t in (*written, *changed)}
+        own = frozenset(self._number(t) for t in (made if n.op == "placeholder" else owned))
+        storages = frozenset(self._number(t) for t in tensors)
+        if stateful:  # as if the module had a storage of its own: all its calls stay together
+            token = self._numbers.setdefault(id(attributes[0][0]), self._first_number + len(self._numbers))
+            writes, own, storages = writes | {token}, own | {token}, storages | {token}
+        self._lasting |= own
         self.facts[n.name] = NodeFacts(
             module_path=str(n.target) if n.op == "call_module" else n.meta.get("module_path", ""),
             source=n.meta.get("source"),
             value=tree_map(_spec, value),
-            storages=frozenset(self._number(t) for t in tensors),
+            storages=storages,
             writes=frozenset(writes),
-            lasting=frozenset(self._number(t) for t in (made if n.op == "placeholder" else owned)),
+            lasting=own,
+            stateful=stateful or any(isinstance(t, nn.Parameter) for t in (*written, *changed)),
             parameters=tuple(
                 dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)
             ),
@@ -112,26 +129,24 @@ class _FactFinder(fx.Interpreter):
     def _owned_tensors(self, n: fx.Node) -> list[torch.Tensor]:
         if n.op == "call_module":
             owner = resolve(self.module, str(n.target))
-            return [*owner.parameters(), *owner.buffers()]
+            return [*owner.parameters(), *state_tensors(owner).values()]
         if n.op == "get_attr":
             value = resolve(self.module, str(n.target))
             return [value] if isinstance(value, torch.Tensor) else []
         return []
 
+    def _attributes(self, n: fx.Node) -> list[tuple[nn.Module, dict[str, Any]]]:
+        if n.op != "call_module":
+            return []
+        return [(m, attributes_of(m)) for m in resolve(self.module, str(n.target)).modules()]
+
     def _number(self, tensor: torch.Tensor) -> int:
-        return self._numbers.setdefault(storage_key(tensor), self._first_number + len(self._numbers))
+        key = storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
+        return self._numbers.setdefault(key, self._first_number + len(self._numbers))
 
 
 def _spec(leaf: Any) -> Any:
     return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.is_meta
-        or bool(torch.equal(a, b))
-        or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
-    )
 
 
 def _generator_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
