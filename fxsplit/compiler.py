@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .codegen.emit import generate
-from .errors import PlanError
-from .graph import output_values, region_modules
-from .ir import Program, Traced
+from .errors import ArgumentError, PlanError
+from .graph import output_names, output_values, region_modules
+from .ir import Assignment, Program, Traced
 from .partition.assign import partition
 from .plan import Plan
 from .runtime.microbatch import BatchDims, Merge, find_merges
@@ -55,23 +56,54 @@ def compile(
         raise PlanError(
             f"the plan is {type(plan).__name__}", remedy="fxsplit.compile(model, fxsplit.Plan(stages=2), ...)"
         )
+    if not isinstance(example_args, tuple | list):
+        raise ArgumentError(
+            f"example_args is a {type(example_args).__name__}, not a tuple of arguments",
+            remedy="example_args=(x,)",
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise ArgumentError("example_kwargs is not a dict of arguments", remedy='example_kwargs={"x": x}')
     kwargs = dict(example_kwargs or {})
 
-    with TRACING:
+    with TRACING, torch.inference_mode(False), torch.enable_grad():
         traced = trace(model, example_args, kwargs)
         inputs = traced.signature.flatten(example_args, kwargs)
         assignment = partition(model, traced, plan, inputs)
+        _check_devices(assignment)
         program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
         verify_structure(model, traced, program)
-        if check:
-            moves = any(
-                device != x.device for device in assignment.devices for x in [*model.parameters(), *inputs]
-            )
-            verify_numerics(model, traced, traced.module if moves else program.root, inputs)
         dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
         merges = _merges(model, traced, plan, dims, inputs)
+        pipe = Pipeline(
+            model, plan, traced, assignment, program, dims, merges, [_ordinary(x) for x in inputs]
+        )
+        if check:
+            homes = {torch.empty(0, device=d).device for d in assignment.devices}
+            moves = homes | {x.device for x in (*model.parameters(), *inputs)} != homes or len(homes) > 1
+            verify_numerics(model, traced, _traced_run(traced) if moves else pipe.run_whole, inputs)
         _place(model, program)
-        return Pipeline(model, plan, traced, assignment, program, dims, merges, [x.detach() for x in inputs])
+        return pipe
+
+
+def _ordinary(x: torch.Tensor) -> torch.Tensor:
+    """The example without its graph; an inference tensor as an ordinary one."""
+    return x.clone() if x.is_inference() else x.detach()
+
+
+def _traced_run(traced: Traced) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+    """What can run before the parameters have moved."""
+    return lambda values: list(traced.module(*values))
+
+
+def _check_devices(assignment: Assignment) -> None:
+    for stage, device in enumerate(assignment.devices):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise PlanError(
+                f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
+                remedy="name devices that this machine has, such as devices='cpu'",
+            ) from None
 
 
 def _merges(
@@ -87,7 +119,8 @@ def _merges(
                 module.training = False
             return list(traced.module(*(v.detach().clone() for v in values)))
 
-    merges, mixing = find_merges(run, inputs, dims, [f"output {i}" for i in range(count)])
+    names = output_names(traced)
+    merges, mixing = find_merges(run, inputs, dims, names)
     for name in mixing:
         warnings.warn(
             f"{name} of {type(model).__name__} mixes rows of the batch: with micro-batches it is another value",
@@ -97,19 +130,48 @@ def _merges(
 
 
 def _place(model: nn.Module, program: Program) -> None:
-    """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same."""
+    """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same.
+
+    All copies are made before the first one is put in place: out of memory, nothing has changed.
+    """
+    moved: list[Callable[[], None]] = []
     for stage in program.stages:
         for module in (stage.module, *region_modules(stage.module)):
             for name, constant in module._buffers.items():
-                if name not in stage.paths and constant is not None:
-                    module._buffers[name] = constant.to(stage.device)
-        for fqn in dict.fromkeys(stage.paths.values()):
+                if name not in stage.paths and constant is not None and constant.device != stage.device:
+                    moved.append(
+                        functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
+                    )
+        for fqn in stage.paths.values():
             owner_path, _, leaf = fqn.rpartition(".")
-            owner = model.get_submodule(owner_path) if owner_path else model
-            value = getattr(owner, leaf, None)
-            if isinstance(value, nn.Module):
-                value.to(stage.device)
-            elif isinstance(value, nn.Parameter):
-                value.data = value.data.to(stage.device)
-            elif isinstance(value, torch.Tensor) and leaf in owner._buffers:
-                owner._buffers[leaf] = value.to(stage.device)
+            owner = model.get_submodule(owner_path)
+            value = getattr(owner, leaf)
+            holders = list(value.modules()) if isinstance(value, nn.Module) else [owner]
+            for holder in holders:
+                for table in (holder._parameters, holder._buffers):
+                    keys = list(table) if isinstance(value, nn.Module) else [leaf]
+                    moved += [
+                        _mover(table, key, stage.device)
+                        for key in keys
+                        if _is_elsewhere(table.get(key), stage.device)
+                    ]
+    for put in moved:
+        put()
+
+
+def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:
+    return tensor is not None and tensor.device != torch.empty(0, device=device).device
+
+
+def _mover(table: dict[str, Any], key: str, device: torch.device) -> Callable[[], None]:
+    tensor = table[key]
+    copy, grad = tensor.data.to(device), None if tensor.grad is None else tensor.grad.to(device)
+
+    def put() -> None:
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = copy
+            tensor.grad = grad
+        else:
+            table[key] = copy
+
+    return put

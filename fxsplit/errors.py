@@ -57,6 +57,10 @@ class BatchError(FxsplitError, ValueError):
     """The arguments of a call do not agree on the batch, or an output cannot be merged."""
 
 
+class GradientError(FxsplitError, RuntimeError):
+    """A gradient that a pipeline cannot compute: a second derivative, or one whose values have been freed."""
+
+
 class MoveError(FxsplitError, TypeError):
     """A pipeline was asked to move to another device: the plan owns placement."""
 

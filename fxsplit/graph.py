@@ -9,6 +9,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from .compat import tree_flatten_with_paths, tree_unflatten
 from .ir import NodeFacts, Traced
 
 COMPUTE = ("call_module", "call_function", "call_method", "get_attr")
@@ -24,6 +25,13 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     values = graph.output_node().args[0]
     assert isinstance(values, tuple | list)
     return tuple(values)
+
+
+def output_names(traced: Traced) -> list[str]:
+    """How the user would write each flat output: ``output``, ``output['logits']``."""
+    count = len(output_values(traced.graph))
+    tree = tree_unflatten(range(count), traced.out_spec)
+    return [f"output{path}" for path, _ in tree_flatten_with_paths(tree)]
 
 
 def resolve(model: nn.Module, fqn: str) -> Any:
@@ -42,6 +50,17 @@ def is_within(path: str, ancestor: str) -> bool:
 def bind(graph: fx.Graph, attributes: Mapping[str, Any], class_name: str) -> fx.GraphModule:
     """A `GraphModule` of `graph` whose targets are these very objects (nothing is copied)."""
     return fx.GraphModule(dict(attributes), graph, class_name)
+
+
+def run_under(graph: fx.Graph, names: Mapping[str, str], objects: Mapping[str, Any]) -> fx.GraphModule:
+    """A module that runs `graph` with its targets under other names: an FQN may be ``code`` or ``a.b`` beside ``a``."""
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = copy.node_copy(node, values.__getitem__)
+        if node.op in ("call_module", "get_attr"):
+            values[node].target = names[str(node.target)]
+    return bind(copy, {names[fqn]: value for fqn, value in objects.items()}, "Traced")
 
 
 def structure(graph: fx.Graph) -> list[tuple[Any, ...]]:

@@ -58,6 +58,7 @@ class NodeFacts:
         module_path: FQN of the innermost module whose `forward` ran it (of the called module itself for
             ``call_module``); ``""`` is the model.
         source: the user's line that made it.
+        child_call: how many calls of the model's own children had begun.
         value: the example value as a pytree with a `TensorSpec` for each tensor.
         storages: numbers of the storages that it reads, writes or returns; two nodes that share a number
             may see each other's in-place writes.
@@ -72,6 +73,7 @@ class NodeFacts:
 
     module_path: str
     source: Source | None
+    child_call: int = 0
     value: Any = None
     storages: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
@@ -93,7 +95,9 @@ class Traced:
     """The model as a graph: flat tensor inputs, a flat tuple of outputs, the model's own modules.
 
     Attributes:
-        module: the graph over the user's own modules and parameters, under their FQNs.
+        graph: over the user's own modules and parameters, under their FQNs.
+        names: FQN → the name under which generated code has it.
+        module: runs the graph.
         signature: how the arguments become the graph's inputs.
         out_spec: the structure that the outputs are put back into.
         facts: per node name.
@@ -103,6 +107,8 @@ class Traced:
         modes: the values of ``training`` that the graph is known to hold for.
     """
 
+    graph: fx.Graph
+    names: Mapping[str, str]
     module: fx.GraphModule
     signature: Signature
     out_spec: TreeSpec
@@ -116,11 +122,6 @@ class Traced:
     def devices(self) -> frozenset[torch.device]:
         """The devices of the example: what is written in the graph as one of them follows the stage."""
         return frozenset(a.device for a in self.signature.arguments)
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The fx graph."""
-        return self.module.graph
 
     def report(self) -> str:
         """How the model was captured, in a few lines."""

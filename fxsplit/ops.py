@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .compat import tree_map
+from .errors import GradientError
 
 
 def transfer(value: Any, device: torch.device) -> Any:
@@ -84,25 +85,35 @@ def checkpoint(region: Any, *values: Any) -> Any:
         return proxy.tracer.create_proxy("call_function", checkpoint, (region, *values), {})
     if not (_mode.recompute and torch.is_grad_enabled()):
         return region(*values)
-    buffers = [region.get_buffer(name) for name in region.meta["writes"]]
+    buffers = [_attribute(region, name) for name in region.meta["writes"]]
     return _torch_checkpoint(
         region,
         *values,
         use_reentrant=False,
         preserve_rng_state=region.meta["random"],
-        context_fn=lambda: _replayed_buffers(buffers),
+        context_fn=lambda: _replayed(region, buffers),
     )
 
 
-def _replayed_buffers(
-    buffers: list[torch.Tensor],
+def _attribute(region: torch.nn.Module, path: str) -> torch.Tensor:
+    owner: Any = region
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner  # type: ignore[no-any-return]
+
+
+def _replayed(
+    region: torch.nn.Module, buffers: list[torch.Tensor]
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Contexts for the first computation and for the one in backward.
 
     The writes go through ``.data``: a restored buffer is the one that autograd saved, so its version counter
-    must not move.
+    must not move. As autograd does for what it saves, the second context refuses to go on when the parameters
+    have been written to since, or the mode is another one.
     """
     seen: list[torch.Tensor] = []
+    versions = [p._version for p in region.parameters()]
+    modes = [m.training for m in region.modules()]
 
     @contextlib.contextmanager
     def first() -> Iterator[None]:
@@ -111,6 +122,18 @@ def _replayed_buffers(
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
+        if versions != [p._version for p in region.parameters()]:
+            raise GradientError(
+                "a parameter was changed between forward and backward, so a checkpointed region would be recomputed "
+                "with other values",
+                remedy="call backward before optimizer.step(), or Plan(checkpoint='never')",
+            )
+        if modes != [m.training for m in region.modules()]:
+            raise GradientError(
+                "train() or eval() was called between forward and backward, so a checkpointed region would be "
+                "recomputed in another mode",
+                remedy="call backward before changing the mode, or Plan(checkpoint='never')",
+            )
         now = [buffer.detach().clone() for buffer in buffers]
         for buffer, value in zip(buffers, seen, strict=True):
             buffer.data.copy_(value)

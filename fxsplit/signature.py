@@ -86,6 +86,10 @@ class Signature:
         bound = _bind(self.signature, args, kwargs)
         leaves, spec = tree_flatten(dict(bound.arguments))
         if spec != self.spec:
+            by_name = {_readable(path): leaf for path, leaf in tree_flatten_with_paths(dict(bound.arguments))}
+            if by_name.keys() == set(self.names) and len(by_name) == len(leaves):
+                leaves, spec = [by_name[name] for name in self.names], self.spec  # dicts in another order
+        if spec != self.spec:
             names = [_readable(path) for path, _ in tree_flatten_with_paths(dict(bound.arguments))]
             odd = next((n for n in (*names, *self.names) if (n in names) != (n in self.names)), self.names[0])
             raise ArgumentError(
@@ -125,15 +129,23 @@ def _bind(
 
 
 def _check_constant(name: str, value: Any, constant: Any) -> None:
-    same = value is constant or (
-        type(value) is type(constant) and not isinstance(value, torch.Tensor) and bool(value == constant)
-    )
-    if not same:
+    if not _same_constant(value, constant):
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ArgumentError(
             f"argument {name!r} was {constant!r} when the pipeline was compiled, and is {shown} now",
             remedy=f"pass {name}={constant!r}, or compile again with the new value in the example",
         )
+
+
+def _same_constant(value: Any, constant: Any) -> bool:
+    if value is constant:
+        return True
+    if type(value) is not type(constant) or isinstance(value, torch.Tensor):
+        return False
+    try:
+        return bool(value == constant) or bool(value != value and constant != constant)  # NaN is itself
+    except (ValueError, RuntimeError):  # an array: equal if every element is
+        return bool((value == constant).all())
 
 
 def _check_tensor(argument: Argument, value: Any) -> torch.Tensor:

@@ -35,7 +35,9 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
     values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    devices = sorted({t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"})
+    devices = sorted(
+        {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
+    )
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -81,7 +83,7 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
         del now[key]
     for key, value in before.items():
         present = now.get(key)
-        if type(present) is type(value) and isinstance(value, dict | list | set):
+        if isinstance(present, dict | list | set) and type(present) is type(value):
             if _differs(present, value):
                 present.clear()  # in place: others may hold the container itself
                 present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]

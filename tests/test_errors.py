@@ -238,14 +238,16 @@ def test_a_call_refuses(pipe, args, kwargs, kind, said):
 def test_moving_is_refused_and_dtype_is_not(pipe):
     for move in (
         lambda: pipe.to("cuda"),
-        lambda: pipe.to(torch.device("cpu")),
-        lambda: pipe.to(device="cpu"),
-        lambda: pipe.to(0),
+        lambda: pipe.to(torch.device("meta")),
+        lambda: pipe.to(device="meta"),
+        lambda: pipe.to(torch.empty(0, device="meta")),
         lambda: pipe.cuda(),
-        lambda: pipe.cpu(),
+        lambda: pipe.to_empty(device="meta"),
+        lambda: nn.Sequential(pipe).to("meta"),
     ):
         with pytest.raises(errors.MoveError, match="plan owns"):
             move()
+    assert pipe.to("cpu") is pipe  # nothing moves
     assert pipe.to(torch.float64) is pipe
     assert pipe.double() is pipe
     double = batch_with(query=torch.randn(4, 6, dtype=torch.float64))
@@ -261,7 +263,7 @@ def test_pickling_is_refused(pipe, tmp_path):
 
 def test_a_module_that_went_away_is_named(pipe):
     del pipe.model.query
-    with pytest.raises(errors.ArgumentError, match=r"query\.0"):
+    with pytest.raises(errors.ArgumentError, match="query"):
         pipe(batch_with(), temperature=2.0)
 
 

@@ -140,6 +140,14 @@ def test_balance_counts_the_children_of_a_sequential():
     assert len(pipe) == 3 and pipe[1] is pipe.stages[1] and list(pipe) == list(pipe.stages)
 
 
+def test_a_child_that_is_called_twice_counts_twice():
+    shared = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Linear(4, 4), shared, shared, nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, fxsplit.Plan(balance=[2, 2]), example_args=(torch.randn(3, 4),))
+    assert [len(s.nodes) for s in pipe] == [3, 3]
+    assert_equivalent(model, pipe, torch.randn(5, 4))
+
+
 def test_balance_counts_units_elsewhere():
     model, batch = build("two_tower")
     units = len(find_units(trace(model, batch(4), {})))

@@ -10,12 +10,11 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..graph import bind, device_constants, module_paths, output_values, resolve
+from ..graph import bind, device_constants, module_paths, output_values
 from ..ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 from .checkpoints import checkpoint_runs
 from .extract import Part, extract
-from .names import local_names
 
 
 def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkpoints: bool) -> Program:
@@ -28,8 +27,7 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
         checkpoints: whether the stages get checkpoint regions.
     """
     parts = extract(traced, assignment)
-    targets = dict.fromkeys(str(n.target) for n in traced.graph.nodes if n.op in ("call_module", "get_attr"))
-    names = local_names(dict.fromkeys([*traced.constants, *targets]))
+    names = traced.names
     devices = dict(zip((p.index for p in parts), assignment.devices, strict=True))
     made_by = {node.name: part.index for part in parts for node in part.nodes}
     stages = []
@@ -115,7 +113,7 @@ class _StageWriter:
             copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._follow)
         if node.op in ("call_module", "get_attr"):
             copy.target = self.names[str(node.target)]
-            attributes[copy.target] = resolve(self.traced.module, str(node.target))
+            attributes[copy.target] = getattr(self.traced.module, copy.target)
         values[node] = copy
 
     def _follow(self, value: Any) -> Any:

@@ -91,8 +91,7 @@ def sequential_units(model: nn.Module, traced: Traced, units: Sequence[Unit]) ->
     merged: list[Unit] = []
     for unit in units:
         child, previous = (
-            traced.facts[nodes[i].name].module_path.split(".")[0]
-            for i in (unit.start, max(unit.start - 1, 0))
+            traced.facts[nodes[i].name].child_call for i in (unit.start, max(unit.start - 1, 0))
         )
         if merged and child == previous:
             merged[-1] = Unit(merged[-1].start, unit.end)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..compat import backward_keeps_graph
+from ..errors import GradientError
 from .execute import Call
 from .microbatch import BatchDims, Merge
 
@@ -30,9 +30,17 @@ class PipelineFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Play the backward half."""
+        """Play the backward half.
+
+        Raises:
+            GradientError: with ``create_graph=True``: gradients of gradients would silently miss a part.
+        """
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "a pipeline has no second derivative, but backward was called with create_graph=True",
+                remedy="compute such a loss (a gradient penalty, say) with the model itself: pipe.unsplit()",
+            )
         return (None, *ctx.runner.backward(gradients, keep_graph=backward_keeps_graph()))
 
 
@@ -41,7 +49,7 @@ class Runner:
 
     Args:
         merges: how each flat output is merged.
-        passed: positions of outputs that are inputs of the graph, handed back as they are.
+        rows: rows of each micro-batch.
     """
 
     def __init__(self, call: Call, dims: BatchDims, merges: Sequence[Merge], rows: Sequence[int]) -> None:
@@ -73,12 +81,12 @@ class Runner:
         """The gradients of the tensor inputs and of the parameters.
 
         Raises:
-            RuntimeError: the graph was freed by an earlier backward.
+            GradientError: the values were freed by an earlier backward.
         """
         if self.spent:
-            raise RuntimeError(
-                "Trying to backward through the pipeline a second time: its saved values were freed by the first "
-                "backward. Use retain_graph=True in the first one."
+            raise GradientError(
+                "backward through the pipeline a second time: its values were freed by the first backward",
+                remedy="loss.backward(retain_graph=True) in the first one",
             )
         call, program = self.call, self.call.program
         rows: list[dict[str, Any]] = [{} for _ in self.rows]
@@ -93,7 +101,9 @@ class Runner:
         self.spent = not keep_graph
         call.backward(rows, keep_graph=keep_graph)
         inputs = [self._input_gradient(i, name) for i, name in enumerate(program.inputs)]
-        return [*inputs, *(call.parameter_gradient(fqn) for fqn in call.parameters)]
+        gradients = [*inputs, *(call.parameter_gradient(fqn) for fqn in call.parameters)]
+        call.release()
+        return gradients
 
     def _input_gradient(self, position: int, name: str) -> torch.Tensor | None:
         pieces = [self.call.input_gradient(name, i) for i in range(len(self.rows))]

@@ -111,6 +111,10 @@ class Call:
         """The sum over all micro-batches, added in their order."""
         return self.sums[fqn].total() if fqn in self.chains else None
 
+    def release(self) -> None:
+        """Drop the gradients that the caller has taken."""
+        self.gradients, self.parameter_gradients, self.sums = {}, {}, {}
+
     def _play(self, kind: Kind, in_turn: frozenset[int]) -> None:
         needs: Needs = dependencies(self.program, in_turn=in_turn)
         workers, act = self.schedule.half(kind), self._forward if kind == "F" else self._backward

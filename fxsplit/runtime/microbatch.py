@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..compare import agree, equal
 from ..errors import BatchError, PlanError, did_you_mean
 from ..signature import Signature
 
@@ -107,11 +108,30 @@ class Merge:
     dim: int = 0
 
     def merge(self, values: Sequence[Any], rows: Sequence[int]) -> Any:
-        """The value for the whole batch."""
-        if len(values) == 1 or self.how == "same":
+        """The value for the whole batch.
+
+        Raises:
+            BatchError: values that were the same for all micro-batches of the example are not so now, or rows
+                do not fit together.
+        """
+        if len(values) == 1:
+            return values[0]
+        if self.how == "same":
+            if not all(equal(v, values[0]) for v in values[1:]):
+                raise BatchError(
+                    "an output was the same for all micro-batches of the example, and is not so for this batch: "
+                    + ", ".join(map(_show, values)),
+                    remedy="return the rows and reduce them outside of the model, or Plan(micro_batches=1)",
+                )
             return values[0]
         if self.how == "rows":
-            return torch.cat(list(values), self.dim)
+            try:
+                return torch.cat(list(values), self.dim)
+            except RuntimeError as error:
+                raise BatchError(
+                    f"micro-batches of an output do not fit together: {', '.join(map(_show, values))}",
+                    remedy="pad the rows to one width, or Plan(micro_batches=1)",
+                ) from error
         weights = [n / sum(rows) for n in rows] if self.how == "mean" else [1] * len(rows)
         return sum((v * w for v, w in zip(values[1:], weights[1:], strict=True)), values[0] * weights[0])
 
@@ -153,28 +173,49 @@ def find_merges(
             "no input has a batch dimension, so there is nothing to split into micro-batches",
             remedy='Plan(micro_batches=1), or Plan(batch_dims={"x": 0})',
         )
-    rows = [batch - 1, 1] if batch >= 2 else [batch]
-    whole = run(inputs)
-    parts = [run(chunk) for chunk in dims.split(inputs, rows)]
-    merges, mixing = [], []
-    for name, expected, *values in zip(names, whole, *parts, strict=True):
-        merge, exact = _find_merge(name, expected, values, rows)
-        merges.append(merge)
-        if not exact:
-            mixing.append(name)
-    return merges, mixing
+    probes = [list(inputs)] if batch >= 2 else [_two_rows(inputs, dims)]
+    probes.append(_other_values(probes[0], dims))
+    rows = [max(batch, 2) - 1, 1]
+    seen = []
+    for number, probe in enumerate(probes):
+        try:
+            whole, parts = run(probe), [run(chunk) for chunk in dims.split(probe, rows)]
+        except Exception as error:
+            if number == 0:
+                names_split = [n for n, d in zip(dims.names, dims.dims, strict=True) if d is not None]
+                raise BatchError(
+                    f"the model does not run on a part of the batch: {str(error).splitlines()[0]}",
+                    where=f"split along the batch: {', '.join(names_split)}",
+                    remedy="name what is not split, such as Plan(batch_dims={'mask': None}); "
+                    "or compile with an example of at least 2 rows",
+                ) from error
+            continue  # the model does not take numbers that were made up
+        seen.append(list(zip(whole, *parts, strict=True)))
+    found = [_find_merge(name, evidence, rows) for name, *evidence in zip(names, *seen, strict=True)]
+    return [merge for merge, _ in found], [
+        name for name, (_, exact) in zip(names, found, strict=True) if not exact
+    ]
 
 
-def _find_merge(name: str, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> tuple[Merge, bool]:
-    if len(parts) == 1:  # an example of one row: only shapes can tell
-        if isinstance(whole, torch.Tensor) and whole.dim() and whole.shape[0] == sum(rows):
-            return Merge("rows"), True
-        if not isinstance(whole, torch.Tensor):
-            return Merge("same"), True
-        raise BatchError(
-            f"{name} has shape {tuple(whole.shape)}: an example of {sum(rows)} row cannot show how micro-batches of it are merged",
-            remedy="compile with an example of at least 2 rows",
-        )
+def _two_rows(inputs: Sequence[torch.Tensor], dims: BatchDims) -> list[torch.Tensor]:
+    """An example of one row twice; the second time with other numbers."""
+    other = _other_values(inputs, dims)
+    return [
+        x if d is None else torch.cat([x, y], d) for x, y, d in zip(inputs, other, dims.dims, strict=True)
+    ]
+
+
+def _other_values(inputs: Sequence[torch.Tensor], dims: BatchDims) -> list[torch.Tensor]:
+    """Other numbers of the same kind: what is zero, or equal, on the example by chance is not so here."""
+    return [
+        x if d is None else (x.flip(d) * -2.5 + 0.3).to(x.dtype) if x.is_floating_point() else x.flip(d)
+        for x, d in zip(inputs, dims.dims, strict=True)
+    ]
+
+
+def _find_merge(name: str, evidence: Sequence[tuple[Any, ...]], rows: Sequence[int]) -> tuple[Merge, bool]:
+    """The rule that fits every probe, and whether it gives the very value of the whole batch."""
+    whole, *parts = evidence[0]
     candidates = [Merge("same"), *([Merge("mean"), Merge("sum")] if _is_number(whole) else [])]
     if isinstance(whole, torch.Tensor):
         grown = [
@@ -185,16 +226,12 @@ def _find_merge(name: str, whole: Any, parts: Sequence[Any], rows: Sequence[int]
         if grown:
             candidates = [Merge("rows", grown[0])]
     for merge in candidates:
-        if merge.how == "same" and not all(_close(p, whole) for p in parts):
-            continue
-        try:
-            merged = merge.merge(parts, rows)
-        except (RuntimeError, TypeError):
-            continue
-        if _close(merged, whole):
+        fits = [_fit(merge, whole, parts, rows) for whole, *parts in evidence]
+        if merge.how == "rows" and all(merged is not None for _, merged in fits):
+            return merge, all(exact for exact, _ in fits)
+        if all(exact for exact, _ in fits):
             return merge, True
-        if merge.how == "rows" and merged.shape == whole.shape:
-            return merge, False
+    whole, *parts = evidence[-1]
     raise BatchError(
         f"{name} cannot be put together from micro-batches: it is neither rows, nor a mean, nor a sum over the batch",
         where=f"whole batch: {_show(whole)}; micro-batches of {list(rows)} rows: {', '.join(map(_show, parts))}",
@@ -202,28 +239,25 @@ def _find_merge(name: str, whole: Any, parts: Sequence[Any], rows: Sequence[int]
     )
 
 
+def _fit(merge: Merge, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> tuple[bool, Any]:
+    """Whether `merge` gives `whole`, and what it gives where it gives something of that shape."""
+    if merge.how == "same" and not all(_close(p, whole) for p in parts):
+        return False, None
+    try:
+        merged = parts[0] if merge.how == "same" else merge.merge(parts, rows)
+    except (BatchError, RuntimeError, TypeError):
+        return False, None
+    if isinstance(whole, torch.Tensor) and merged.shape != whole.shape:
+        return False, None
+    return _close(merged, whole), merged
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _close(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not (a.dtype.is_floating_point or a.dtype.is_complex):
-            return bool(torch.equal(a, b))
-        return bool(
-            torch.allclose(
-                a,
-                b,
-                rtol=1e-3,
-                atol=1e-4 * max(1.0, float(b.abs().max()) if b.numel() else 1.0),
-                equal_nan=True,
-            )
-        )
-    if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= 1e-4 * max(1.0, abs(b))
-    return type(a) is type(b) and bool(a == b)
+    return agree(a, b, rtol=1e-3, atol=1e-6, of_largest=1e-4)
 
 
 def _show(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import fx, nn
 
 from ..compat import tree_unflatten
 from ..errors import ArgumentError, MoveError, SerializeError
-from ..graph import bind, region_modules, resolve
+from ..graph import bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..report.tables import stage_table
@@ -38,6 +39,18 @@ class Pipeline(nn.Module):
     """
 
     model: nn.Module
+    plan: Plan
+    traced: Traced
+    assignment: Assignment
+    program: Program
+    dims: BatchDims
+    merges: list[Merge]
+    example: list[torch.Tensor]
+    _lock: threading.RLock
+    _serial: bool
+    _schedules: dict[int, Schedule]
+    _names: tuple[list[str], list[str]]
+    _seen: list[tuple[dict[str, Any], str, Any]]
 
     def __init__(
         self,
@@ -59,12 +72,11 @@ class Pipeline(nn.Module):
             model._modules,
         )
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        self.training = model.training
-        self.plan, self.traced, self.assignment, self.program = plan, traced, assignment, program
-        self.example = list(example)
-        self.dims, self.merges = dims, list(merges)
-        self._lock = threading.RLock()
-        self._serial = False
+        own["training"] = model.training
+        # Past nn.Module.__setattr__: the model may have a child of one of these names.
+        own.update(plan=plan, traced=traced, assignment=assignment, program=program)
+        own.update(example=list(example), dims=dims, merges=list(merges))
+        own.update(_lock=threading.RLock(), _serial=False, _schedules={}, _names=_layout(model), _seen=[])
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -83,6 +95,15 @@ class Pipeline(nn.Module):
                 f"the pipeline is in {now} mode, but its example could be run in {then} mode only when it was compiled",
                 remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
             )
+        return tree_unflatten(self._run(inputs, chunks, rows), self.traced.out_spec)
+
+    def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Flat outputs for flat inputs, as one micro-batch."""
+        return self._run(inputs, [list(inputs)], [1])
+
+    def _run(
+        self, inputs: Sequence[torch.Tensor], chunks: list[list[torch.Tensor]], rows: list[int]
+    ) -> list[Any]:
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
@@ -99,18 +120,17 @@ class Pipeline(nn.Module):
             )
             runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             if grad:
-                tensors: Sequence[torch.Tensor] = PipelineFunction.apply(
+                tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
                     runner, *inputs, *parameters.values()
-                )  # type: ignore[no-untyped-call]
+                )
             else:
                 tensors, _ = runner.forward()
         by_name = {self.program.outputs[i]: t for i, t in zip(runner.positions, tensors, strict=True)}
         by_name.update(zip(self.program.inputs, inputs, strict=True))  # an argument handed back is itself
-        flat = [
+        return [
             by_name.get(v, r) if isinstance(v, str) else v[0]
             for v, r in zip(self.program.outputs, runner.results, strict=True)
         ]
-        return tree_unflatten(flat, self.traced.out_spec)
 
     def step(
         self, *args: Any, loss_fn: Callable[..., torch.Tensor], target: Any = None, **kwargs: Any
@@ -149,19 +169,25 @@ class Pipeline(nn.Module):
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
-        known: dict[int, Schedule] = self.__dict__.setdefault("_schedules", {})
-        if micro_batches not in known:
+        if micro_batches not in self._schedules:
             schedule = gpipe(len(self.stages), micro_batches, self.plan.replicas)
             check_schedule(
                 schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
             )
-            known[micro_batches] = schedule
-        return known[micro_batches]
+            self._schedules[micro_batches] = schedule
+        return self._schedules[micro_batches]
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a batch that fills every micro-batch."""
         return self.schedule_for(self.plan.micro_batches)
+
+    @functools.cached_property
+    def _inlined(self) -> frozenset[str]:
+        """Paths of the modules whose forward is not called: it was written into the graph."""
+        whole = {str(n.target) for n in self.traced.graph.nodes if n.op == "call_module"}
+        paths = [path for path, _ in self.model.named_modules()]
+        return frozenset(p for p in paths if not any(is_within(p, w) for w in whole))
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
@@ -169,18 +195,39 @@ class Pipeline(nn.Module):
         return {fqn: p for fqn, p in found.items() if p.requires_grad}
 
     def _use_current_modules(self) -> None:
-        """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors."""
+        """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors.
+
+        Raises:
+            ArgumentError: modules or ties are others than when the pipeline was compiled, or a module that was
+                inlined has got a hook.
+        """
+        for path, module in self.model.named_modules():
+            if (module._forward_hooks or module._forward_pre_hooks) and path in self._inlined:
+                raise ArgumentError(f"{path or 'the model'} got a hook after compile", remedy="compile again")
+        if self._seen and all(table.get(key) is value for table, key, value in self._seen):
+            return
+        now = _layout(self.model)
+        if now != self._names:
+            before, after = [[*names[0], *names[1]] for names in (self._names, now)]
+            odd = [n for n in before if n not in after] + [n for n in after if n not in before]
+            raise ArgumentError(
+                f"the model's modules or shared parameters are others than when it was compiled, first at {odd[:1]}",
+                remedy="compile again",
+            )
         for stage in self.program.stages:
             holders = [stage.module, *region_modules(stage.module)]
             for name, fqn in stage.paths.items():
-                try:
-                    current = resolve(self.model, fqn)
-                except AttributeError:
-                    raise ArgumentError(f"the model no longer has {fqn!r}", remedy="compile again") from None
+                current = resolve(self.model, fqn)
                 for holder in holders:
                     for table in (holder._modules, holder._parameters, holder._buffers):
                         if name in table and table[name] is not current:
                             table[name] = current
+        self._seen[:] = [
+            (table, key, value)
+            for module in self.model.modules()
+            for table in (module._modules, module._parameters, module._buffers)
+            for key, value in table.items()
+        ]
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -225,9 +272,9 @@ class Pipeline(nn.Module):
             self._use_current_modules()
             verify_structure(self.model, self.traced, self.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
-            homes = set(self.devices) | {x.device for x in self.example}
+            homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
             if len(homes) == 1:
-                verify_numerics(self.model, self.traced, self.program.root, self.example)
+                verify_numerics(self.model, self.traced, self.run_whole, self._example_now())
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
                 )
@@ -245,6 +292,14 @@ class Pipeline(nn.Module):
         """The schedule as a picture, one column for each unit of time."""
         return staircase(self.schedule, dependencies(self.program, in_turn=frozenset()))
 
+    def _example_now(self) -> list[torch.Tensor]:
+        """The example in the floating point type that the model has now."""
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        if len(kinds) != 1:
+            return self.example
+        kind = kinds.pop()
+        return [x.to(kind) if x.is_floating_point() else x for x in self.example]
+
     def unsplit(self) -> nn.Module:
         """The user's model."""
         return self.model
@@ -257,7 +312,7 @@ class Pipeline(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""
         self.model.train(mode)
-        self.training = mode
+        self.__dict__["training"] = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,28 +325,26 @@ class Pipeline(nn.Module):
         """The model's own."""
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Change the dtype. Moving is refused: the plan owns placement."""
-        if "device" in kwargs or any(isinstance(a, str | int | torch.device | torch.Tensor) for a in args):
-            _refuse_move()
-        return super().to(*args, **kwargs)
-
-    def cpu(self) -> NoReturn:
-        """Refused: the plan owns placement."""
-        _refuse_move()
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: the plan owns placement."""
-        _refuse_move()
-
-    def xpu(self, device: Any = None) -> NoReturn:
-        """Refused: the plan owns placement."""
-        _refuse_move()
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``cuda``, ``half`` and the like call: a dtype may change, a device may not."""
+        for device in {t.device for t in (*self.model.parameters(), *self.model.buffers())}:
+            try:
+                moves = fn(torch.empty(0, device=device)).device != device
+            except (RuntimeError, AssertionError):  # a device that is not there
+                moves = True
+            if moves:
+                raise MoveError(
+                    "a pipeline is not moved: the plan owns the placement of every stage",
+                    remedy="fxsplit.compile(pipe.unsplit(), pipe.plan.replace(devices=...), example_args=...)",
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """An independent pipeline over a deep copy of the model."""
         model = copy.deepcopy(self.model, memo)
-        traced = replace(self.traced, module=_rebound(self.traced.module, {}, model, self.traced.module))
+        to_fqn = {name: fqn for fqn, name in self.traced.names.items()}
+        traced = replace(self.traced, module=_rebound(self.traced.module, to_fqn, model, self.traced.module))
         stages = tuple(
             replace(s, module=_rebound(s.module, s.paths, model, self.traced.module))
             for s in self.program.stages
@@ -317,7 +370,7 @@ class _Guarded(Runner):
     def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
         super().__init__(*args)
         self._pipeline_lock = lock
-        self._written = [model.get_buffer(name) for stage in program.stages for name in stage.writes]
+        self._written = [resolve(model, name) for stage in program.stages for name in stage.writes]
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         before = [buffer.detach().clone() for buffer in self._written]
@@ -360,8 +413,7 @@ def _rebound(
     return rebound
 
 
-def _refuse_move() -> NoReturn:
-    raise MoveError(
-        "a pipeline is not moved: the plan owns the placement of every stage",
-        remedy="fxsplit.compile(pipe.unsplit(), pipe.plan.replace(devices=...), example_args=...)",
-    )
+def _layout(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Module paths with their classes, and parameter names without ties: what a compiled graph relies on."""
+    modules = [f"{path} ({type(module).__qualname__})" for path, module in model.named_modules()]
+    return modules, [name for name, _ in model.named_parameters()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..graph import first_difference, structure
@@ -48,8 +49,8 @@ def assert_equivalent(
         torch.set_rng_state(state)
         expected = _run_eager(eager, split, inputs)
     for name, value in expected.items():
-        if not _agree(value, found[name], atol, rtol):
-            raise VerifyError(f"{name} differs: {_describe(value, found[name])}", where=f"{split.plan!r}")
+        if not agree(found[name], value, rtol=rtol, atol=atol):
+            raise VerifyError(f"{name} differs: {difference(found[name], value)}", where=f"{split.plan!r}")
 
 
 def _leaves(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,7 +61,7 @@ def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]
     leaves = _leaves(inputs)
     args, kwargs = pipe.traced.signature.unflatten([x.view_as(x) if x.requires_grad else x for x in leaves])
     outputs = tree_leaves(pipe(*args, **kwargs))
-    pairs = [(t, _gradient(t)) for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    pairs = [(t, gradient_for(t)) for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     return _collect(pipe.model, leaves, outputs)
@@ -77,7 +78,7 @@ def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor])
     columns = list(zip(*results, strict=True))
     outputs = [merge.merge(values, rows) for merge, values in zip(pipe.merges, columns, strict=True)]
     pieces = [
-        merge.split_gradient(_gradient(output), values, rows)
+        merge.split_gradient(gradient_for(output), values, rows)
         if isinstance(output, torch.Tensor) and output.requires_grad
         else [None] * len(rows)
         for merge, output, values in zip(pipe.merges, outputs, columns, strict=True)
@@ -89,36 +90,9 @@ def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor])
     return _collect(model, leaves, outputs)
 
 
-def _gradient(output: torch.Tensor) -> torch.Tensor:
-    """Gradients that differ from element to element, so that rows in a wrong order show."""
-    ramp = torch.arange(1, output.numel() + 1, device=output.device) / max(1, output.numel())
-    return ramp.reshape(output.shape).to(output.dtype)
-
-
 def _collect(model: nn.Module, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> dict[str, Any]:
     values = {f"output {i}": v.detach() if isinstance(v, torch.Tensor) else v for i, v in enumerate(outputs)}
     values.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
     values.update({f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad})
     values.update({f"buffer {name}": b for name, b in model.named_buffers()})
     return values
-
-
-def _agree(a: Any, b: Any, atol: float, rtol: float) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.is_sparse or b.is_sparse:
-        a, b = a.to_dense(), b.to_dense()
-    exact = torch.equal(a, b) or (
-        torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
-    )
-    return bool(exact or ((atol or rtol) and torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)))
-
-
-def _describe(a: Any, b: Any) -> str:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return f"{b!r} in the pipeline, {a!r} in the model"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{b.dtype}{tuple(b.shape)} in the pipeline, {a.dtype}{tuple(a.shape)} in the model"
-    return f"by {(a.double() - b.double()).abs().max().item():.3g} at most, of {a.double().abs().max().item():.3g}"

@@ -63,7 +63,9 @@ def _cautious(model: nn.Module, module: fx.GraphModule, name: str, fact: NodeFac
     if node.op != "call_module":
         return fact
     own = {id(t) for t in state_tensors(resolve(module, str(node.target))).values()}
-    return replace(fact, buffers=tuple(n for n, t in state_tensors(model).items() if id(t) in own), random=True)
+    return replace(
+        fact, buffers=tuple(n for n, t in state_tensors(model).items() if id(t) in own), random=True
+    )
 
 
 class _FactFinder(fx.Interpreter):
@@ -87,7 +89,9 @@ class _FactFinder(fx.Interpreter):
         ]
         # What is written past the version counter shows in the values: kernels write to running statistics,
         # users to `.data`. The basic modules of torch.nn do not write to parameters.
-        basic = n.op == "call_module" and type(resolve(self.module, str(n.target))).__module__.startswith("torch.nn")
+        basic = n.op == "call_module" and type(resolve(self.module, str(n.target))).__module__.startswith(
+            "torch.nn"
+        )
         by_value = [t for t in owned if not (basic and isinstance(t, nn.Parameter))]
         if n.op in ("call_function", "call_method"):
             by_value = [t for t in read if self._number(t) in self._lasting]
@@ -108,8 +112,9 @@ class _FactFinder(fx.Interpreter):
             writes, own, storages = writes | {token}, own | {token}, storages | {token}
         self._lasting |= own
         self.facts[n.name] = NodeFacts(
-            module_path=str(n.target) if n.op == "call_module" else n.meta.get("module_path", ""),
+            module_path=n.meta.get("module_path", ""),
             source=n.meta.get("source"),
+            child_call=n.meta.get("child_call", 0),
             value=tree_map(_spec, value),
             storages=storages,
             writes=frozenset(writes),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from ..errors import ModelError, TraceError
-from ..graph import bind, is_within, output_values, resolve, structure
+from ..compat import tree_flatten, tree_leaves
+from ..errors import ArgumentError, ModelError, TraceError
+from ..graph import is_within, resolve, run_under, structure
 from ..ir import NodeFacts, Traced
+from ..names import local_names
 from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
@@ -42,6 +41,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             f"the model is {type(model).__name__}, not an nn.Module",
             remedy="pass the module instance: fxsplit.compile(model, plan, example_args=(x,))",
         )
+    _refuse_root(model)
     signature = Signature.of_example(model.forward, args, kwargs)
     inputs = signature.flatten(args, kwargs)
     with TRACING, preserved(model):
@@ -49,19 +49,47 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     _read_attributes_where_used(graph)
     targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
     constants = {name: tracer.constants[name] for name in targets if name in tracer.constants}
-    attributes = {name: constants[name] if name in constants else resolve(model, name) for name in targets}
     if not any(node.op in ("call_module", "call_function", "call_method") for node in graph.nodes):
         raise ModelError(
             f"{type(model).__name__} computes nothing: its outputs are its inputs or parameters",
             remedy="compile a model with at least one operation",
         )
-    module = bind(graph, attributes, type(model).__name__)
-    facts = dict(find_facts(model, module, inputs))
-    _read_latest_names(module.graph, facts)
-    out_spec = _open_outputs(module.graph, facts, out_spec)
-    module.recompile()
-    used = {path: why for path, why in kept.items() if path in attributes}
-    return Traced(module, signature, out_spec, facts, constants, "the value-carrying tracer", used, modes)
+    names = local_names(dict.fromkeys([*constants, *targets]))
+    objects = {name: constants[name] if name in constants else resolve(model, name) for name in targets}
+    facts = find_facts(model, run_under(graph, names, objects), inputs)
+    _read_latest_names(graph, facts)
+    module = run_under(graph, names, objects)
+    used = {path: why for path, why in kept.items() if path in objects}
+    return Traced(
+        graph, names, module, signature, out_spec, facts, constants, "the value-carrying tracer", used, modes
+    )
+
+
+def _refuse_root(model: nn.Module) -> None:
+    kind = type(model).__name__
+    what, instead = None, None
+    if hasattr(model, "unsplit"):
+        what, instead = "is a pipeline already", "compile pipe.unsplit()"
+    elif hasattr(model, "_orig_mod"):
+        what, instead = "was made by torch.compile", "compile the module that was given to torch.compile"
+    elif isinstance(model, torch.jit.ScriptModule):
+        what, instead = (
+            "is a ScriptModule, which cannot be looked into",
+            "compile the Python module that it was made from",
+        )
+    elif "forward" not in vars(model) and type(model).forward is nn.Module.forward:
+        what, instead = "has no forward", "compile a module that can be called"
+    elif any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        what, instead = "has lazy parameters that are not initialised yet", "run it once, then compile"
+    elif (
+        model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks
+    ):
+        what, instead = (
+            "has hooks, which a split would not call",
+            "put it into another module: nn.Sequential(model)",
+        )
+    if what is not None:
+        raise ModelError(f"the model ({kind}) {what}", remedy=instead)
 
 
 def _best_trace(
@@ -110,7 +138,7 @@ def _trace_in_both_modes(
                     module.training = mode if training is None else training
                 try:
                     graphs.append(_trace_once(model, signature, inputs, kept, says_compiling))
-                except TraceError:
+                except (TraceError, ArgumentError):
                     if training in (None, own[0]):
                         raise
         if len(kept) > before:
@@ -188,6 +216,7 @@ def _trace_once(
     except Exception as error:
         line = error_line(error)
         text = str(error).splitlines()[0] if str(error) else ""
+        _refuse_bad_example(model, signature, inputs)
         raise TraceError(
             f"{type(model).__name__}.forward cannot be captured: {text or type(error).__name__}",
             where=str(line) if line else None,
@@ -195,6 +224,21 @@ def _trace_once(
             "or replace it by tensor operations such as torch.where",
         ) from error
     return tracer, graph, specs[0]
+
+
+def _refuse_bad_example(model: nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]) -> None:
+    """Where the model itself fails on the example, that is what is wrong."""
+    args, kwargs = signature.unflatten([x.detach().clone().requires_grad_(x.requires_grad) for x in inputs])
+    with preserved(model):
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            line = error_line(error)
+            raise ArgumentError(
+                f"{type(model).__name__} itself fails on the example: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                where=str(line) if line else None,
+                remedy="give example_args that the model can be called with",
+            ) from error
 
 
 def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
@@ -209,37 +253,6 @@ def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
         operand = next((o for o in node.all_input_nodes if same.get(o.name, o.name) == first), None)
         if operand is not None and fact.writes & facts[operand.name].storages:
             operand.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
-
-
-def _open_outputs(graph: fx.Graph, facts: dict[str, NodeFacts], spec: TreeSpec) -> TreeSpec:
-    """Outputs that are tuples, lists or dicts (of a module kept whole) become their leaves."""
-
-    def opened(value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        fact = facts[value.name]
-        if isinstance(fact.value, tuple | list):
-            items = [item(value, key, fact.value[key]) for key in range(len(fact.value))]
-            plain = type(fact.value) in (tuple, list)
-            return type(fact.value)(items) if plain else type(fact.value)(*items)
-        if type(fact.value) is dict:
-            return {key: item(value, key, inner) for key, inner in fact.value.items()}
-        return value
-
-    def item(value: fx.Node, key: Any, inner: Any) -> Any:
-        with graph.inserting_before(graph.output_node()):
-            node = graph.call_function(operator.getitem, (value, key))
-        fact = facts[value.name]
-        node.meta.update(value.meta)
-        facts[node.name] = replace(
-            fact, value=inner, writes=frozenset(), parameters=(), buffers=(), random=False
-        )
-        return opened(node)
-
-    tree = tree_unflatten([opened(value) for value in output_values(graph)], spec)
-    leaves, spec = tree_flatten(tree)
-    graph.output_node().args = (tuple(leaves),)
-    return spec
 
 
 def _read_attributes_where_used(graph: fx.Graph) -> None:

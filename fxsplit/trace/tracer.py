@@ -238,6 +238,7 @@ class ValueTracer(TorchFunctionMode):
         self._contexts: dict[int, fx.Node] = {}
         self._storages: dict[int, torch.Tensor] = {}
         self._stack: list[str] = [""]
+        self._child_calls = 0
         self._paused = False
         self._thread = threading.get_ident()
 
@@ -335,6 +336,7 @@ class ValueTracer(TorchFunctionMode):
         node = self.graph.create_node(op, target, *mapped, name=name)
         node.meta["module_path"] = self._stack[-1]
         node.meta["source"] = user_line()
+        node.meta["child_call"] = self._child_calls
         return node
 
     def _argument(self, value: Any) -> Any:
@@ -352,6 +354,12 @@ class ValueTracer(TorchFunctionMode):
             return {key: self._argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*(self._argument(part) for part in (value.start, value.stop, value.step)))
+        if (
+            type(value).__module__ == "numpy"
+            and getattr(value, "shape", None) == ()
+            and hasattr(value, "item")
+        ):
+            return value.item()
         if isinstance(value, _LITERALS) or (
             isinstance(value, type) and value.__module__ in ("builtins", "torch")
         ):
@@ -527,6 +535,7 @@ class ValueTracer(TorchFunctionMode):
         path = self._paths.get(id(module))
         if path is None or path == "":
             return original(module, *args, **kwargs)
+        self._child_calls += len(self._stack) == 1
         reason = self.kept.get(path)
         if reason is None:
             reason = _why_opaque(module)

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..ir import Traced
-from ..state import preserved
+from ..state import preserved, state_tensors
 
-Outcome = dict[str, torch.Tensor | None]
+Outcome = dict[str, Any]
+Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
-def verify_numerics(
-    model: nn.Module, traced: Traced, split: nn.Module, inputs: Sequence[torch.Tensor]
-) -> None:
+def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequence[torch.Tensor]) -> None:
     """Outputs, gradients, buffers and the state of the generator after one forward and backward.
 
     Args:
-        split: what has to compute the same as `model` from flat inputs: a program's root, or the traced graph.
+        split: what has to compute the same as `model` from flat inputs: the pipeline, or the traced graph.
 
     The model is left as it was.
 
@@ -37,68 +37,57 @@ def verify_numerics(
     for last in (False, False, True):
         # The default generator is one for all threads: a thread that draws meanwhile makes two runs differ.
         expected = _outcome(model, inputs, call_model)
-        found = _outcome(model, inputs, lambda values: list(split(*values)))
-        name = next((n for n, value in expected.items() if not _equal(value, found[n])), None)
+        found = _outcome(model, inputs, split)
+        names = [*expected, *(n for n in found if n not in expected)]
+        # Libraries take another kernel for the same numbers when they are captured (a causal flag, a mask).
+        name = next((n for n in names if not agree(found.get(n), expected.get(n), of_largest=1e-4)), None)
         if name is None:
             return
         if last:
-            value, other = expected[name], found[name]
+            what = difference(found.get(name), expected.get(name))
             raise VerifyError(
-                f"the split computes another {name} than the model: {_difference(value, other)}",
-                remedy="keep the module that computes it out of the graph: give it a forward hook, or report the model",
+                f"the split computes another {name} than the model: {what}",
+                remedy="if the model computes other values from call to call, make it repeatable; otherwise keep the "
+                "module that computes this whole, by a forward hook on it",
             )
 
 
-def _outcome(
-    model: nn.Module, inputs: Sequence[torch.Tensor], run: Callable[[Sequence[torch.Tensor]], Sequence[Any]]
-) -> Outcome:
+def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outcome:
     with preserved(model), torch.enable_grad():
-        for parameter in model.parameters():
-            parameter.grad = None
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        # A leaf that requires gradients refuses in-place writes: hand out a view of it, as a model in a
-        # larger model would get.
-        values = run([x.view_as(x) if x.requires_grad else x for x in leaves])
-        outcome: Outcome = {}
-        roots, grads = [], []
-        for i, value in enumerate(values):
-            if not isinstance(value, torch.Tensor):
-                continue
-            outcome[f"output {i}"] = value.detach().clone()
-            if value.requires_grad:
-                roots.append(value)
-                grads.append(_weights(value))
-        if roots:
-            torch.autograd.backward(roots, grads)
-        outcome.update({f"gradient of input {i}": x.grad for i, x in enumerate(leaves) if x.requires_grad})
-        outcome.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
-        outcome.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+        values = list(run(leaves))
+        outcome: Outcome = {f"output {i}": v.detach() if _is_tensor(v) else v for i, v in enumerate(values)}
+        roots = [v for v in values if _is_tensor(v) and v.requires_grad]
+        wanted = {f"gradient of input {i}": x for i, x in enumerate(leaves) if x.requires_grad}
+        wanted.update((f"gradient of {n}", p) for n, p in model.named_parameters() if p.requires_grad)
+        _refuse_foreign_leaves(roots, {id(t) for t in (*wanted.values(), *model.parameters())})
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if roots and wanted:
+            found = torch.autograd.grad(
+                roots, list(wanted.values()), [gradient_for(r) for r in roots], allow_unused=True
+            )
+        outcome.update(zip(wanted, found, strict=True))
+        outcome.update({f"buffer {name}": t.detach().clone() for name, t in state_tensors(model).items()})
         outcome["state of the random number generator"] = torch.get_rng_state()
     return outcome
 
 
-def _weights(value: torch.Tensor) -> torch.Tensor:
-    """Gradients that differ from element to element, and from run to run not at all."""
-    ramp = torch.linspace(0.5, 1.5, max(value.numel(), 1), device=value.device)[: value.numel()]
-    return ramp.reshape(value.shape).to(value.dtype)
+def _refuse_foreign_leaves(roots: Sequence[torch.Tensor], known: set[int]) -> None:
+    """A leaf that is neither a parameter nor an input would get no gradient from a pipeline."""
+    todo, seen = [r.grad_fn for r in roots if r.grad_fn is not None], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known:
+            raise VerifyError(
+                f"the model reads a tensor of shape {tuple(leaf.shape)} that requires gradients and is no parameter of it",
+                remedy="make it an nn.Parameter of a module (in an nn.ModuleList, not a list), or detach it",
+            )
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    a, b = a.detach().cpu(), b.detach().cpu()
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b) or not (a.dtype.is_floating_point or a.dtype.is_complex):
-        return bool(torch.equal(a, b))
-    # Libraries take another kernel for the same numbers when they are captured (a causal flag, a mask).
-    scale = a.nan_to_num().abs().max().item() if a.numel() else 0.0
-    return bool(torch.allclose(a, b, rtol=0.0, atol=1e-4 * scale + 1e-7, equal_nan=True))
-
-
-def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> str:
-    if a is None or b is None:
-        return "none in the split" if b is None else "none in the model"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{b.dtype}{tuple(b.shape)} instead of {a.dtype}{tuple(a.shape)}"
-    return f"off by {(a.detach().cpu().double() - b.detach().cpu().double()).abs().max().item():.3g}"
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

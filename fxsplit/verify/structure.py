@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..graph import device_constants, first_difference, region_modules, resolve, stage_graph, structure
+from ..graph import device_constants, first_difference, region_modules, stage_graph, structure
 from ..ir import Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 
@@ -166,7 +166,7 @@ def _own_objects(model: nn.Module, traced: Traced, program: Program) -> Iterator
                 *(m for _, m in stage.module.named_children() if isinstance(m, fx.GraphModule)),
             ]
             found = [getattr(h, name) for h in holders if hasattr(h, name)]
-            expected = resolve(traced.module, fqn)
+            expected = getattr(traced.module, traced.names[fqn])
             if not found or any(value is not expected for value in found):
                 yield f"stage {stage.index}: self.{name} is not the model's {fqn}", None
 
