@@ -114,10 +114,11 @@ def _merges(
         return [Merge("same")] * count
 
     def run(values: Sequence[torch.Tensor]) -> list[Any]:
-        with preserved(model), torch.no_grad():
+        with preserved(model, parameters=True):
             for module in model.modules():
                 module.training = False
-            return list(traced.module(*(v.detach().clone() for v in values)))
+            found = traced.module(*(v.detach().clone() for v in values))
+            return [v.detach() if isinstance(v, torch.Tensor) else v for v in found]
 
     names = output_names(traced)
     merges, mixing = find_merges(run, inputs, dims, names)

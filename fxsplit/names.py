@@ -5,9 +5,9 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable
 
-from torch import nn
+from torch import fx, nn
 
-_TAKEN = frozenset(dir(nn.Module())) | {"graph", "code", "meta"}
+_TAKEN = frozenset(dir(nn.Module())) | frozenset(dir(fx.GraphModule)) | {"meta"}
 
 
 def local_names(paths: Iterable[str]) -> dict[str, str]:

@@ -91,7 +91,7 @@ def checkpoint(region: Any, *values: Any) -> Any:
         *values,
         use_reentrant=False,
         preserve_rng_state=region.meta["random"],
-        context_fn=lambda: _replayed(region, buffers),
+        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers)),
     )
 
 
@@ -102,45 +102,40 @@ def _attribute(region: torch.nn.Module, path: str) -> torch.Tensor:
     return owner  # type: ignore[no-any-return]
 
 
-def _replayed(
-    region: torch.nn.Module, buffers: list[torch.Tensor]
-) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Contexts for the first computation and for the one in backward.
+class _Replayed:
+    """The context of a region's first computation, and the one of each later one: buffers as they were first.
 
     The writes go through ``.data``: a restored buffer is the one that autograd saved, so its version counter
-    must not move. As autograd does for what it saves, the second context refuses to go on when the parameters
-    have been written to since, or the mode is another one.
+    must not move. As autograd does for what it saves, a later computation refuses to start when the
+    parameters have been written to since, or the mode is another one.
     """
-    seen: list[torch.Tensor] = []
-    versions = [p._version for p in region.parameters()]
-    modes = [m.training for m in region.modules()]
 
-    @contextlib.contextmanager
-    def first() -> Iterator[None]:
-        seen.extend(buffer.detach().clone() for buffer in buffers)
-        yield
+    def __init__(self, region: torch.nn.Module, buffers: list[torch.Tensor]) -> None:
+        self.region, self.buffers = region, buffers
+        self.seen = [buffer.detach().clone() for buffer in buffers]
+        self.now: list[torch.Tensor] = []
+        self.versions = [p._version for p in region.parameters()]
+        self.modes = [m.training for m in region.modules()]
 
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        if versions != [p._version for p in region.parameters()]:
+    def __enter__(self) -> None:
+        if self.versions != [p._version for p in self.region.parameters()]:
             raise GradientError(
                 "a parameter was changed between forward and backward, so a checkpointed region would be recomputed "
                 "with other values",
                 remedy="call backward before optimizer.step(), or Plan(checkpoint='never')",
             )
-        if modes != [m.training for m in region.modules()]:
+        if self.modes != [m.training for m in self.region.modules()]:
             raise GradientError(
                 "train() or eval() was called between forward and backward, so a checkpointed region would be "
                 "recomputed in another mode",
                 remedy="call backward before changing the mode, or Plan(checkpoint='never')",
             )
-        now = [buffer.detach().clone() for buffer in buffers]
-        for buffer, value in zip(buffers, seen, strict=True):
-            buffer.data.copy_(value)
-        try:
-            yield
-        finally:
-            for buffer, value in zip(buffers, now, strict=True):
-                buffer.data.copy_(value)
+        self.now = [buffer.detach().clone() for buffer in self.buffers]
+        self._write(self.seen)
 
-    return first(), again()
+    def __exit__(self, *exc: object) -> None:
+        self._write(self.now)
+
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.buffers, values, strict=True):
+            buffer.data.copy_(value)

@@ -189,8 +189,10 @@ def test_a_partial_loss_and_two_forwards_before_their_backwards(pair):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_backward_twice(pair):
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_twice(pair, checkpoint):
     model, pipe, args = pair
+    pipe = fxsplit.compile(pipe.unsplit(), pipe.plan.replace(checkpoint=checkpoint), example_args=args)
     for m in (model, pipe):
         loss = m(*args)["score"].square().sum()
         loss.backward(retain_graph=True)

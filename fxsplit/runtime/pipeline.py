@@ -191,7 +191,9 @@ class Pipeline(nn.Module):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
-        found = {fqn: self.model.get_parameter(fqn) for fqn in read}
+        found = {
+            fqn: resolve(self.model, fqn) for fqn in read
+        }  # torch.func.functional_call puts tensors there
         return {fqn: p for fqn, p in found.items() if p.requires_grad}
 
     def _use_current_modules(self) -> None:

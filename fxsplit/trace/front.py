@@ -44,7 +44,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     _refuse_root(model)
     signature = Signature.of_example(model.forward, args, kwargs)
     inputs = signature.flatten(args, kwargs)
-    with TRACING, preserved(model):
+    with TRACING, preserved(model, parameters=True):
         tracer, graph, out_spec, modes, kept = _best_trace(model, signature, inputs)
     _read_attributes_where_used(graph)
     targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))

@@ -53,7 +53,7 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
 
 
 def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outcome:
-    with preserved(model), torch.enable_grad():
+    with preserved(model, parameters=True), torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         values = list(run(leaves))
         outcome: Outcome = {f"output {i}": v.detach() if _is_tensor(v) else v for i, v in enumerate(values)}
