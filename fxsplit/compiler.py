@@ -20,7 +20,7 @@ from .runtime.microbatch import BatchDims, Merge, find_merges
 from .runtime.pipeline import Pipeline
 from .state import preserved
 from .trace.front import TRACING, trace
-from .verify.numerics import verify_numerics
+from .verify.numerics import Run, verify_numerics
 from .verify.structure import verify_structure
 
 
@@ -30,6 +30,7 @@ def compile(
     *,
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
 ) -> Pipeline:
     """Split an unchanged model into stages and return a pipeline that computes the same.
@@ -40,8 +41,9 @@ def compile(
         plan: where to cut, where to place, how to run; one stage by default.
         example_args, example_kwargs: one call of the model, with at least one tensor. Any batch size runs
             afterwards.
-        check: run the example through the model and through the split and compare outputs, gradients,
-            buffers and random numbers. The structural proof is made in any case.
+        leaf_modules: module paths and classes of modules that stay whole, as one node.
+        check: run the example, and the example without its last row, through the model and through the split
+            and compare outputs, gradients, buffers and random numbers. The structural proof is made in any case.
 
     Returns:
         The pipeline, an `nn.Module` with the model's own tree.
@@ -66,7 +68,7 @@ def compile(
     kwargs = dict(example_kwargs or {})
 
     with TRACING, torch.inference_mode(False), torch.enable_grad():
-        traced = trace(model, example_args, kwargs)
+        traced = trace(model, example_args, kwargs, leaf_modules)
         inputs = traced.signature.flatten(example_args, kwargs)
         assignment = partition(model, traced, plan, inputs)
         _check_devices(assignment)
@@ -80,9 +82,35 @@ def compile(
         if check:
             homes = {torch.empty(0, device=d).device for d in assignment.devices}
             moves = homes | {x.device for x in (*model.parameters(), *inputs)} != homes or len(homes) > 1
-            verify_numerics(model, traced, _traced_run(traced) if moves else pipe.run_whole, inputs)
+            run = _traced_run(traced) if moves else pipe.run_whole
+            verify_numerics(model, traced, run, inputs)
+            _verify_other_batch(model, traced, run, inputs, dims)
         _place(model, program)
         return pipe
+
+
+def _verify_other_batch(
+    model: nn.Module, traced: Traced, run: Run, inputs: Sequence[torch.Tensor], dims: BatchDims
+) -> None:
+    """The same comparison on the example without its last row, where the model takes that."""
+    batch = dims.batch_size(inputs)
+    if batch is None or batch < 2:
+        return
+    fewer = dims.split(inputs, [batch - 1, 1])[0]
+    args, kwargs = traced.signature.unflatten([x.detach().clone() for x in fewer])
+    try:
+        with preserved(model, parameters=True):
+            model(*args, **kwargs)
+    except Exception:
+        return  # batch normalisation of one row, say, or a batch size that the model has written in it
+    try:
+        verify_numerics(model, traced, run, fewer)
+    except AssertionError as error:
+        warnings.warn(
+            f"{type(model).__name__} was captured for batches of {batch} rows only: {error}. To run other batch sizes, "
+            "keep the module whole that reads the batch size: leaf_modules=[...]",
+            stacklevel=4,
+        )
 
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +118,7 @@ def _ordinary(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.is_inference() else x.detach()
 
 
-def _traced_run(traced: Traced) -> Callable[[Sequence[torch.Tensor]], list[Any]]:
+def _traced_run(traced: Traced) -> Run:
     """What can run before the parameters have moved."""
     return lambda values: list(traced.module(*values))
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 import fxsplit
@@ -306,3 +307,73 @@ def test_compile_from_four_threads():
         t.join()
     assert not failures
     assert isinstance(torch.arange(3), torch.Tensor)
+
+
+def test_modules_that_the_user_wants_whole():
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Outer(shapes), nn.Sequential(nn.Linear(4, 4))
+    )
+    for leaf_modules in (["0", Outer], [Outer, "0"]):
+        pipe = fxsplit.compile(
+            model, fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),), leaf_modules=leaf_modules
+        )
+        assert [n.target for n in pipe.traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2.0"]
+        assert set(pipe.traced.kept_whole.values()) == {"leaf_modules asks for it"}
+        assert_equivalent(model, pipe, torch.randn(5, 4))
+    with pytest.raises(fxsplit.errors.TraceError, match="did you mean"):
+        fxsplit.compile(model, example_args=(torch.randn(3, 4),), leaf_modules=["1.inner.lim"])
+
+
+def test_a_batch_size_that_is_baked_in_is_said():
+    def unrolled(m, x):
+        return torch.stack([m.lin(row) for row in x])
+
+    with pytest.warns(UserWarning, match="batches of 3 rows only: test_trace.py:"):
+        pipe = fxsplit.compile(Outer(unrolled), fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
+    with pytest.raises(AssertionError, match="another path"):
+        pipe(torch.randn(4, 4))
+    pipe = fxsplit.compile(Outer(unrolled), example_args=(torch.randn(3, 4),), leaf_modules=["inner"])
+    assert_equivalent(pipe.unsplit(), pipe, torch.randn(5, 4))
+
+
+def test_sizes_stay_symbolic():
+    def sizes(m, x):
+        n, d = x.shape
+        half = d // 2
+        scale = 1.0 / n + 2 * half**0.5
+        pad = F.pad(x, (0, half))
+        grid = torch.zeros(n, half).to(x) + torch.arange(half, dtype=x.dtype)
+        return (
+            m.lin(pad[:, :d]) * scale
+            + torch.cat([grid, grid.new_ones(x.size(0), d - half)], -1)
+            + len(x.shape)
+            + n
+        )
+
+    model = Outer(sizes)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
+    assert not pipe.traced.kept_whole
+    for rows in (1, 2, 9):
+        assert_equivalent(model, pipe, torch.randn(rows, 4))
+
+
+def test_sizes_that_depend_on_data_are_never_baked():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(4, 3)
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            choice, y = self.gate(x).argmax(-1), torch.zeros_like(x)
+            for i, expert in enumerate(self.experts):
+                rows = (choice == i).nonzero()[:, 0]
+                if rows.numel() > 0:
+                    y = y.index_add(0, rows, expert(x[rows]))
+            return y
+
+    model = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=(torch.randn(2, 4),))
+    assert "values of a tensor" in pipe.traced.kept_whole["1"]
+    for rows in (1, 8, 40):
+        assert_equivalent(model, pipe, torch.randn(rows, 4))

@@ -183,11 +183,11 @@ class Pipeline(nn.Module):
         return self.schedule_for(self.plan.micro_batches)
 
     @functools.cached_property
-    def _inlined(self) -> frozenset[str]:
-        """Paths of the modules whose forward is not called: it was written into the graph."""
+    def _inlined(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose forward is not called: it was written into the graph."""
         whole = {str(n.target) for n in self.traced.graph.nodes if n.op == "call_module"}
-        paths = [path for path, _ in self.model.named_modules()]
-        return frozenset(p for p in paths if not any(is_within(p, w) for w in whole))
+        modules = self.model.named_modules()
+        return [(path, m) for path, m in modules if not any(is_within(path, w) for w in whole)]
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
@@ -203,8 +203,8 @@ class Pipeline(nn.Module):
             ArgumentError: modules or ties are others than when the pipeline was compiled, or a module that was
                 inlined has got a hook.
         """
-        for path, module in self.model.named_modules():
-            if (module._forward_hooks or module._forward_pre_hooks) and path in self._inlined:
+        for path, module in self._inlined:
+            if module._forward_hooks or module._forward_pre_hooks:
                 raise ArgumentError(f"{path or 'the model'} got a hook after compile", remedy="compile again")
         if self._seen and all(table.get(key) is value for table, key, value in self._seen):
             return

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_flatten, tree_leaves
-from ..errors import ArgumentError, ModelError, TraceError
+from ..errors import ArgumentError, ModelError, TraceError, did_you_mean
 from ..graph import is_within, resolve, run_under, structure
 from ..ir import NodeFacts, Traced
 from ..names import local_names
@@ -24,7 +24,12 @@ from .tracer import BY_VALUE, CannotInlineError, ValueTracer, error_line
 TRACING = threading.RLock()
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+) -> Traced:
     """Capture `model` as a graph over its own modules.
 
     *Requires* an example call ``model(*args, **kwargs)``. *Ensures* that the model is as it was, that the graph
@@ -44,8 +49,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     _refuse_root(model)
     signature = Signature.of_example(model.forward, args, kwargs)
     inputs = signature.flatten(args, kwargs)
+    asked = _asked_whole(model, leaf_modules)
     with TRACING, preserved(model, parameters=True):
-        tracer, graph, out_spec, modes, kept = _best_trace(model, signature, inputs)
+        tracer, graph, out_spec, modes, kept = _best_trace(model, signature, inputs, asked)
     _read_attributes_where_used(graph)
     targets = dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr"))
     constants = {name: tracer.constants[name] for name in targets if name in tracer.constants}
@@ -63,6 +69,26 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     return Traced(
         graph, names, module, signature, out_spec, facts, constants, "the value-carrying tracer", used, modes
     )
+
+
+def _asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
+    """Paths of the modules that the user wants whole."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_name = {id(module): name for name, module in model.named_modules()}
+    paths: dict[str, str] = {}
+    for leaf in leaf_modules:
+        if isinstance(leaf, str) and leaf not in modules:
+            raise TraceError(
+                f"leaf_modules names {leaf!r}, which {type(model).__name__} does not have",
+                remedy=did_you_mean(leaf, modules),
+            )
+        found = [leaf] if isinstance(leaf, str) else [p for p, m in modules.items() if isinstance(m, leaf)]
+        paths.update((first_name[id(modules[path])], "leaf_modules asks for it") for path in found)
+    if "" in paths:
+        raise TraceError(
+            "leaf_modules asks to keep the whole model in one node", remedy="name modules inside of it"
+        )
+    return paths
 
 
 def _refuse_root(model: nn.Module) -> None:
@@ -93,7 +119,7 @@ def _refuse_root(model: nn.Module) -> None:
 
 
 def _best_trace(
-    model: nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+    model: nn.Module, signature: Signature, inputs: Sequence[torch.Tensor], asked: Mapping[str, str]
 ) -> tuple[ValueTracer, fx.Graph, Any, tuple[bool, ...], dict[str, str]]:
     """The trace that keeps the fewest parameters in modules kept whole.
 
@@ -103,7 +129,7 @@ def _best_trace(
     found: list[tuple[int, tuple[ValueTracer, fx.Graph, Any, tuple[bool, ...], dict[str, str]]]] = []
     failed: TraceError | None = None
     for says_compiling in (False, True):
-        kept: dict[str, str] = {}
+        kept = dict(asked)
         try:
             traced = _trace_in_both_modes(model, signature, inputs, kept, says_compiling)
         except TraceError as error:
@@ -152,8 +178,13 @@ def _trace_in_both_modes(
 
 def _keep_mode_readers(model: nn.Module, a: fx.Graph, b: fx.Graph, kept: dict[str, str]) -> None:
     """Keep whole every module whose own part of the two graphs differs."""
-    parts = [_parts(graph) for graph in (a, b)]
-    differing = {p: parts[i].get(p) for i in (0, 1) for p in parts[i] if parts[0].get(p) != parts[1].get(p)}
+    for operands in (False, True):  # what else differs follows from the first
+        parts = [_parts(graph, operands) for graph in (a, b)]
+        differing = {
+            p: parts[i].get(p) for i in (0, 1) for p in parts[i] if parts[0].get(p) != parts[1].get(p)
+        }
+        if differing:
+            break
     inner = [
         path for path in differing if path and not any(o != path and is_within(o, path) for o in differing)
     ]
@@ -170,12 +201,12 @@ def _keep_mode_readers(model: nn.Module, a: fx.Graph, b: fx.Graph, kept: dict[st
     kept.update((path, "it reads self.training") for path in inner)
 
 
-def _parts(graph: fx.Graph) -> dict[str, list[tuple[Any, ...]]]:
-    """Per module path what its own forward does: operations and literal arguments, operands by what made them."""
+def _parts(graph: fx.Graph, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
+    """Per module path what its own forward does: operations and literal arguments, and what made the operands."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return (value.op, value.target)
+            return (value.op, value.target) if operands else "node"
         return value if isinstance(value, int | float | bool | str | slice) else type(value)
 
     parts: dict[str, list[tuple[Any, ...]]] = {}

@@ -269,6 +269,8 @@ class ValueTracer(TorchFunctionMode):
             return func(*_plain(args), **_plain(kwargs))
         if name == "__get__":
             return self._property(func, args)
+        if name == "__set__":
+            raise CannotInlineError(f"it sets the {func.__self__.__name__} of a tensor")
         if name in _SIZES:
             return self._size(func, name, args, kwargs)
         if func is torch.Tensor.__iter__:
