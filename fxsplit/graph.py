@@ -42,6 +42,23 @@ def resolve(model: nn.Module, fqn: str) -> Any:
     return owner
 
 
+class ModuleMode:
+    """Reads ``training`` of a module that was written into the graph, without being its parent.
+
+    Attributes:
+        path: FQN of the module.
+        module: the user's object.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module now."""
+        return self.module.training
+
+
 def is_within(path: str, ancestor: str) -> bool:
     """Whether module `path` is `ancestor` or inside it, by path components: ``"1"`` does not hold ``"10"``."""
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")

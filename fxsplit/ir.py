@@ -101,7 +101,8 @@ class Traced:
         signature: how the arguments become the graph's inputs.
         out_spec: the structure that the outputs are put back into.
         facts: per node name.
-        constants: tensors that forward made from plain numbers, by the name that the graph reads them under.
+        constants: tensors that forward made from plain numbers, and readers of modules' modes, by the name that
+            the graph reads them under.
         front_end: which front end captured it.
         kept_whole: module path → why the module is one node and not inlined (torch.nn's own excepted).
         modes: the values of ``training`` that the graph is known to hold for.
@@ -113,7 +114,7 @@ class Traced:
     signature: Signature
     out_spec: TreeSpec
     facts: Mapping[str, NodeFacts]
-    constants: Mapping[str, torch.Tensor]
+    constants: Mapping[str, Any]
     front_end: str
     kept_whole: Mapping[str, str]
     modes: tuple[bool, ...] = (True, False)

@@ -39,7 +39,7 @@ class ReturnsOpaque(nn.Module):
 
 class ModeAtRoot(nn.Module):
     def forward(self, x):
-        return nn.functional.dropout(x, 0.5, self.training)
+        return x.exp() if self.training else x
 
 
 class InPlaceChain(nn.Module):

@@ -82,7 +82,7 @@ def branch(m, x):
 
 
 def training(m, x):
-    return nn.functional.dropout(m.lin(x), 0.5, m.training)
+    return m.lin(x) if m.training else m.lin(x) * 2 + 1
 
 
 def buffer_write(m, x):
@@ -377,3 +377,25 @@ def test_sizes_that_depend_on_data_are_never_baked():
     assert "values of a tensor" in pipe.traced.kept_whole["1"]
     for rows in (1, 8, 40):
         assert_equivalent(model, pipe, torch.randn(rows, 4))
+
+
+def test_a_mode_that_is_an_argument_is_read_when_the_program_runs():
+    def functional(m, x):
+        p = 0.5 if m.training else 0.0
+        y = F.dropout(m.lin(x), 0.5, training=m.training)
+        return F.dropout(y, p) + F.dropout(x, 0.25, m.training, not m.training)
+
+    model = Outer(functional)
+    for mode in (True, False):
+        model.train(mode)
+        pipe = fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=(torch.randn(3, 4),))
+        assert not pipe.traced.kept_whole
+        assert ".training" in pipe[1].code + pipe[0].code + pipe[2].code
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        for twin in (pipe, copy.deepcopy(pipe)):
+            for now in (True, False):
+                twin.train(now)
+                assert_equivalent(twin.unsplit(), twin, torch.randn(5, 4))
+            twin.train()
+            twin.unsplit().inner.eval()  # a part of the model in another mode
+            assert_equivalent(twin.unsplit(), twin, torch.randn(5, 4))

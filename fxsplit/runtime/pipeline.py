@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ..compat import tree_unflatten
 from ..errors import ArgumentError, MoveError, SerializeError
-from ..graph import bind, is_within, region_modules, resolve
+from ..graph import ModuleMode, bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..report.tables import stage_table
@@ -407,7 +407,11 @@ def _rebound(
             try:
                 attributes[name] = resolve(model, fqn)
             except AttributeError:  # a constant that the tracer found
-                attributes[name] = resolve(constants, fqn)
+                constant = getattr(constants, fqn)
+                is_mode = isinstance(constant, ModuleMode)
+                attributes[name] = (
+                    ModuleMode(constant.path, resolve(model, constant.path)) if is_mode else constant
+                )
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     rebound = bind(graph, attributes, type(module).__name__)

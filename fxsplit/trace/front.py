@@ -17,6 +17,7 @@ from ..names import local_names
 from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
+from .modes import DifferentPathsError, read_mode_where_it_matters
 from .tracer import BY_VALUE, CannotInlineError, ValueTracer, error_line
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
@@ -169,11 +170,25 @@ def _trace_in_both_modes(
                         raise
         if len(kept) > before:
             continue  # trace again from the start, so that names do not depend on what was tried
-        for _, other, _ in graphs[1:]:
-            if structure(other) != structure(graphs[0][1]):
-                _keep_mode_readers(model, graphs[0][1], other, kept)
-        if len(kept) == before:
-            return (*graphs[0], (True, False) if len(graphs) == len(modes) else (model.training,))
+        if len(graphs) < len(modes):
+            return (*graphs[0], (own[0],))
+        train, other = (
+            g for _, g, _ in (graphs[1:] if len(graphs) == 3 else graphs if own[0] else graphs[::-1])
+        )
+        if structure(graphs[0][1]) == structure(train) == structure(other):
+            return (*graphs[0], (True, False))
+        with preserved(model):  # the same mode again: what differs now is not the mode's doing
+            _, again, _ = _trace_once(model, signature, inputs, kept, says_compiling)
+        if structure(again) != structure(graphs[0][1]):
+            _keep_mode_readers(model, graphs[0][1], again, kept)
+            continue
+        try:
+            readers = read_mode_where_it_matters(model, graphs[0][1], train, other)
+        except DifferentPathsError:
+            _keep_mode_readers(model, train, other, kept)
+            continue
+        graphs[0][0].constants.update(readers)
+        return (*graphs[0], (True, False))
 
 
 def _keep_mode_readers(model: nn.Module, a: fx.Graph, b: fx.Graph, kept: dict[str, str]) -> None:

@@ -226,7 +226,7 @@ class ValueTracer(TorchFunctionMode):
         super().__init__()
         self.model, self.kept, self.says_compiling = model, kept, says_compiling
         self.graph = fx.Graph()
-        self.constants: dict[str, torch.Tensor] = {}
+        self.constants: dict[str, Any] = {}
         self._paths = {id(module): name for name, module in model.named_modules()}
         self._attributes = _tensor_attributes(model)
         self._parameters = {id(t) for t in (*model.parameters(), *model.buffers())}

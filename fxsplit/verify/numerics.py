@@ -15,6 +15,7 @@ from ..ir import Traced
 from ..state import preserved, state_tensors
 
 Outcome = dict[str, Any]
+_FOREIGN = "leaves that are no parameters"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
@@ -38,6 +39,7 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
         # The default generator is one for all threads: a thread that draws meanwhile makes two runs differ.
         expected = _outcome(model, inputs, call_model)
         found = _outcome(model, inputs, split)
+        _refuse_lasting(expected.pop(_FOREIGN), found.pop(_FOREIGN))
         names = [*expected, *(n for n in found if n not in expected)]
         # Libraries take another kernel for the same numbers when they are captured (a causal flag, a mask).
         name = next((n for n in names if not agree(found.get(n), expected.get(n), of_largest=1e-4)), None)
@@ -60,7 +62,7 @@ def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outc
         roots = [v for v in values if _is_tensor(v) and v.requires_grad]
         wanted = {f"gradient of input {i}": x for i, x in enumerate(leaves) if x.requires_grad}
         wanted.update((f"gradient of {n}", p) for n, p in model.named_parameters() if p.requires_grad)
-        _refuse_foreign_leaves(roots, {id(t) for t in (*wanted.values(), *model.parameters())})
+        outcome[_FOREIGN] = _foreign_leaves(roots, {id(t) for t in (*wanted.values(), *model.parameters())})
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if roots and wanted:
             found = torch.autograd.grad(
@@ -72,9 +74,10 @@ def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outc
     return outcome
 
 
-def _refuse_foreign_leaves(roots: Sequence[torch.Tensor], known: set[int]) -> None:
-    """A leaf that is neither a parameter nor an input would get no gradient from a pipeline."""
+def _foreign_leaves(roots: Sequence[torch.Tensor], known: set[int]) -> list[torch.Tensor]:
+    """Leaves of the autograd graph that are neither parameters nor inputs: a pipeline gives them no gradient."""
     todo, seen = [r.grad_fn for r in roots if r.grad_fn is not None], set()
+    found = []
     while todo:
         node = todo.pop()
         if node in seen:
@@ -82,11 +85,19 @@ def _refuse_foreign_leaves(roots: Sequence[torch.Tensor], known: set[int]) -> No
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known:
+            found.append(leaf)
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return found
+
+
+def _refuse_lasting(leaves: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> None:
+    """A leaf made in forward is gone afterwards; one that two runs read is somebody's."""
+    for leaf in leaves:
+        if any(leaf is other for other in again):
             raise VerifyError(
                 f"the model reads a tensor of shape {tuple(leaf.shape)} that requires gradients and is no parameter of it",
                 remedy="make it an nn.Parameter of a module (in an nn.ModuleList, not a list), or detach it",
             )
-        todo += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _is_tensor(value: Any) -> bool:

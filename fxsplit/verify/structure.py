@@ -44,7 +44,7 @@ def inline(program: Program) -> fx.Graph:
                 env[node] = getattr(module, str(node.target))
             elif node.target is checkpoint:
                 env[node] = splice(args[0], list(args[1:]), stage)
-            elif node.target is operator.getitem and isinstance(args[0], tuple):
+            elif node.target is operator.getitem and isinstance(args[0], tuple) and isinstance(args[1], int):
                 env[node] = args[0][args[1]]
             else:
                 copy = graph.node_copy(node, lambda n: env[n])
