@@ -66,3 +66,10 @@ def parameter_hooks_silenced(parameters: Sequence[torch.Tensor]) -> Iterator[Non
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
     return int(tensor.untyped_storage()._cdata)  # torch 2.13
+
+
+def sdpa_switches() -> list[str]:
+    """Names in ``torch._C`` that switch kernels of scaled_dot_product_attention."""
+    return [
+        name for name in dir(torch._C) if name.startswith(("_set_sdp_use_", "_set_sdp_priority"))
+    ]  # torch 2.13

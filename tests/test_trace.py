@@ -399,3 +399,23 @@ def test_a_mode_that_is_an_argument_is_read_when_the_program_runs():
             twin.train()
             twin.unsplit().inner.eval()  # a part of the model in another mode
             assert_equivalent(twin.unsplit(), twin, torch.randn(5, 4))
+
+
+def test_kernels_that_are_chosen_and_hooks_on_values_keep_the_module_whole():
+    seen = []
+
+    def chooses(m, x):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, m.lin(x), x)
+
+    def hooks(m, x):
+        y = m.lin(x)
+        y.register_hook(lambda grad: (seen.append(1), grad * 2)[1])
+        return y
+
+    for forward, why in ((chooses, "kernels"), (hooks, "register_hook")):
+        model = Outer(forward)
+        pipe = fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=(torch.randn(3, 4),))
+        assert why in pipe.traced.kept_whole["inner"]
+        assert_equivalent(model, pipe, torch.randn(5, 4))
+    assert seen

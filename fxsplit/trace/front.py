@@ -18,7 +18,8 @@ from ..signature import Signature
 from ..state import preserved
 from .facts import find_facts
 from .modes import DifferentPathsError, read_mode_where_it_matters
-from .tracer import BY_VALUE, CannotInlineError, ValueTracer, error_line
+from .source import error_line
+from .tracer import BY_VALUE, CannotInlineError, ValueTracer
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
 # runs the user's model: one compilation at a time.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,165 +14,26 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import storage_key, tree_leaves
-from ..ir import Source
+from ..compat import sdpa_switches, storage_key, tree_leaves
 from ..state import attributes_of, changed_attributes, restore_attributes
-from .values import TracedFloat, TracedInt, TracedNumber, plain
+from .operations import (
+    CHANGES_AUTOGRAD,
+    COUNT_DEPENDS_ON_SIZE,
+    OPERATORS,
+    OPPOSITE,
+    PLAIN,
+    RANDOM,
+    REFLECTED,
+    SIZE_DEPENDS_ON_DATA,
+    SIZED_LIKE_SELF,
+    SIZES,
+    TENSOR_PROPERTIES,
+    is_masked,
+    is_tensor_method,
+)
+from .source import error_line, user_line
+from .values import TracedFloat, TracedInt, TracedNumber, nested_leaves, nested_plain, plain
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
-
-# `a + b` arrives as Tensor.add: written back as it reads best
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    **{
-        n: getattr(operator, n)
-        for n in ("add", "sub", "mul", "matmul", "neg", "gt", "lt", "ge", "le", "eq", "ne", "mod")
-    },
-    "div": operator.truediv,
-    "true_divide": operator.truediv,
-    "remainder": operator.mod,
-    "pow": operator.pow,
-    "__pow__": operator.pow,
-    "floor_divide": operator.floordiv,
-    "__floordiv__": operator.floordiv,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__and__": operator.and_,
-    "__or__": operator.or_,
-    "__xor__": operator.xor,
-    "__invert__": operator.invert,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__matmul__": operator.matmul,
-    "__lshift__": operator.lshift,
-    "__rshift__": operator.rshift,
-}
-_REFLECTED: dict[str, Callable[..., Any]] = {
-    "__rsub__": operator.sub,
-    "__rdiv__": operator.truediv,
-    "__rtruediv__": operator.truediv,
-    "__rfloordiv__": operator.floordiv,
-    "__rpow__": operator.pow,
-    "__rmatmul__": operator.matmul,
-    "__rmod__": operator.mod,
-    "__radd__": operator.add,
-    "__rmul__": operator.mul,
-    "__rlshift__": operator.lshift,
-    "__rrshift__": operator.rshift,
-    "__rand__": operator.and_,
-    "__ror__": operator.or_,
-    "__rxor__": operator.xor,
-}
-_SIZES = frozenset(("size", "numel", "nelement", "stride", "storage_offset", "__len__", "sym_size"))
-# What a tensor is, not what it holds: the same for every input of its kind.
-_PLAIN = frozenset(
-    [
-        "dim",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "result_type",
-        "can_cast",
-        "promote_types",
-        "is_same_size",
-        "__hash__",
-        "__repr__",
-        "__format__",
-        "data_ptr",
-        "type",
-        "register_hook",
-        "retain_grad",
-        "has_names",
-        "__dir__",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_signed",
-        "is_inference",
-        "is_conj",
-        "is_neg",
-        "is_pinned",
-        "is_shared",
-        "is_set_to",
-        "is_coalesced",
-        "untyped_storage",
-        "storage",
-        "_is_view",
-        "__reduce_ex__",
-        "is_tensor",
-        "_nnz",
-        "dense_dim",
-        "sparse_dim",
-        "requires_grad_",
-        "__deepcopy__",
-        "broadcast_shapes",
-    ]
-)
-_TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
-_SIZE_DEPENDS_ON_DATA = frozenset(
-    [
-        "nonzero",
-        "unique",
-        "unique_consecutive",
-        "masked_select",
-        "argwhere",
-        "bincount",
-        "_unique2",
-        "repeat_interleave",
-    ]
-)
-_SIZED_LIKE_SELF = frozenset(
-    [
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "index_put",
-        "masked_fill",
-        "masked_scatter",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "index_reduce",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-    ]
-)
-_RANDOM = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "normal",
-        "bernoulli",
-        "multinomial",
-        "poisson",
-        "dropout",
-        "alpha_dropout",
-        "feature_dropout",
-        "uniform_",
-        "normal_",
-        "bernoulli_",
-        "exponential_",
-    ]
-)
-_COUNT_DEPENDS_ON_SIZE = frozenset(("unbind", "chunk", "split", "tensor_split"))
-_OPPOSITE = {
-    operator.eq: operator.ne,
-    operator.ne: operator.eq,
-    operator.lt: operator.ge,
-    operator.ge: operator.lt,
-    operator.gt: operator.le,
-    operator.le: operator.gt,
-}
 _LITERALS = (
     *(int, float, complex, bool, str, bytes, range, type(None), types.EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -265,22 +124,26 @@ class ValueTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if self._paused or name in _PLAIN:
-            return func(*_plain(args), **_plain(kwargs))
+        if self._paused or name in PLAIN:
+            return func(*nested_plain(args), **nested_plain(kwargs))
         if name == "__get__":
             return self._property(func, args)
+        if name in CHANGES_AUTOGRAD:
+            raise CannotInlineError(f"it calls {name} on a tensor")
         if name == "__set__":
             raise CannotInlineError(f"it sets the {func.__self__.__name__} of a tensor")
-        if name in _SIZES:
+        if name in SIZES:
             return self._size(func, name, args, kwargs)
         if func is torch.Tensor.__iter__:
             return iter(args[0].unbind(0))
         if name == "_set_grad_enabled":
             return func(*args)  # the contexts that call it are recorded themselves
         before = [
-            (t, t._version) for t in _leaves(args) if isinstance(t, torch.Tensor) and not t.is_inference()
+            (t, t._version)
+            for t in nested_leaves(args)
+            if isinstance(t, torch.Tensor) and not t.is_inference()
         ]
-        result = func(*_plain(args), **_plain(kwargs))
+        result = func(*nested_plain(args), **nested_plain(kwargs))
         result = self._own_object(result, before)
         return self._record(func, name, args, kwargs, result)
 
@@ -299,32 +162,34 @@ class ValueTracer(TorchFunctionMode):
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         operands = [self._ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        numbers = [n.ref for n in _leaves((args, kwargs)) if isinstance(n, TracedNumber)]
-        constant = all(ref.constant for ref in (*operands, *numbers)) and name not in _RANDOM
-        if not _holds_tensors(result) and not (result is None and name.startswith("__set")):
+        numbers = [n.ref for n in nested_leaves((args, kwargs)) if isinstance(n, TracedNumber)]
+        constant = all(ref.constant for ref in (*operands, *numbers)) and name not in RANDOM
+        if not any(isinstance(t, torch.Tensor) for t in tree_leaves(result)) and not (
+            result is None and name.startswith("__set")
+        ):
             if constant or not operands:
                 return result
             raise CannotInlineError(f"it uses the {BY_VALUE} ({name.strip('_')})")
         sized_by_data = (
-            name in _SIZE_DEPENDS_ON_DATA or (name == "where" and len(args) == 1) or _is_masked(name, args)
+            name in SIZE_DEPENDS_ON_DATA or (name == "where" and len(args) == 1) or is_masked(name, args)
         )
         if name == "repeat_interleave":
             sized_by_data = any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values()))
-        if name in _SIZED_LIKE_SELF or (name.endswith("_") and not name.endswith("__")):
+        if name in SIZED_LIKE_SELF or (name.endswith("_") and not name.endswith("__")):
             operands = operands[:1]
         data_dependent = sized_by_data or any(ref.data_dependent for ref in (*operands, *numbers))
         ref = Ref(self._call(func, name, args, kwargs), constant=constant, data_dependent=data_dependent)
-        if name in _COUNT_DEPENDS_ON_SIZE and not constant and isinstance(result, tuple | list):
+        if name in COUNT_DEPENDS_ON_SIZE and not constant and isinstance(result, tuple | list):
             self._guard_count(name, args, kwargs, ref, len(result))
         return self._bind(result, ref)
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        method = _is_tensor_method(func, name)
+        method = is_tensor_method(func, name)
         if method and not kwargs:
-            if name in _REFLECTED:
-                return self._create("call_function", _REFLECTED[name], args[::-1], {})
-            if name in _OPERATORS:
-                return self._create("call_function", _OPERATORS[name], args, {})
+            if name in REFLECTED:
+                return self._create("call_function", REFLECTED[name], args[::-1], {})
+            if name in OPERATORS:
+                return self._create("call_function", OPERATORS[name], args, {})
         return (
             self._create("call_method", name, args, kwargs)
             if method
@@ -453,7 +318,7 @@ class ValueTracer(TorchFunctionMode):
         for number in (a, b):
             if isinstance(number, TracedNumber) and number.ref.data_dependent:
                 raise CannotInlineError(f"it branches on a size that depends on the {BY_VALUE}")
-        self._guard(function if outcome else _OPPOSITE[function], a, b)
+        self._guard(function if outcome else OPPOSITE[function], a, b)
         return outcome
 
     def guard_value(self, number: TracedNumber) -> None:
@@ -491,14 +356,14 @@ class ValueTracer(TorchFunctionMode):
         if name == "shape":
             return self._size(torch.Tensor.size, "size", (tensor,), {})
         result = func(*args)
-        if name not in _TENSOR_PROPERTIES or not isinstance(result, torch.Tensor):
+        if name not in TENSOR_PROPERTIES or not isinstance(result, torch.Tensor):
             return result
         ref = self._ref(tensor)
         node = self._create("call_function", getattr, (tensor, name), {})
         return self._bind(result, Ref(node, constant=ref.constant, data_dependent=ref.data_dependent))
 
     def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*_plain(args), **_plain(kwargs))
+        result = func(*nested_plain(args), **nested_plain(kwargs))
         tensor = args[0]
         if id(tensor) in self._attributes or self._ref(tensor).constant:
             return result
@@ -571,13 +436,13 @@ class ValueTracer(TorchFunctionMode):
     ) -> Any:
         name = f"layer_{path.replace('.', '_')}" if path[0].isdigit() else None  # fx would say `_0`
         operands = [self._ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        numbers = [n.ref for n in _leaves((args, kwargs)) if isinstance(n, TracedNumber)]
+        numbers = [n.ref for n in nested_leaves((args, kwargs)) if isinstance(n, TracedNumber)]
         node = self._create("call_module", path, args, kwargs, name)
         node.meta["module_path"], node.meta["caller"] = path, self._stack[-1]
         self._paused = True
         try:
-            before = [(t, t._version) for t in _leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            result = self._own_object(original(module, *_plain(args), **_plain(kwargs)), before)
+            before = [(t, t._version) for t in nested_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            result = self._own_object(original(module, *nested_plain(args), **nested_plain(kwargs)), before)
         finally:
             self._paused = False
         unknown = self.kept.get(path, "") != ""  # a module of torch.nn decides nothing by values
@@ -639,10 +504,21 @@ class ValueTracer(TorchFunctionMode):
                     lambda original=torch.compiler.is_compiling: self._mine() or original(),
                 )
             )
+        patches += [(torch._C, name, self._refuse_call(name)) for name in sdpa_switches()]
         patches.append(
             (torch.inference_mode, "__enter__", self._refuse_context(torch.inference_mode.__enter__))
         )
         return patches
+
+    def _refuse_call(self, name: str) -> Any:
+        original = getattr(torch._C, name)
+
+        def call(*args: Any) -> Any:
+            if self._mine():
+                raise CannotInlineError("it chooses the kernels of scaled_dot_product_attention")
+            return original(*args)
+
+        return call
 
     def _refuse_context(self, original: Any) -> Any:
         def enter(context: Any) -> Any:
@@ -704,83 +580,9 @@ def _tensor_attributes(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _is_tensor_method(func: Any, name: str) -> bool:
-    if getattr(func, "__objclass__", None) is not None:
-        return True
-    return isinstance(func, types.FunctionType) and getattr(torch.Tensor, name, None) is func
-
-
-def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
-    if name != "__getitem__":
-        return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index)
-
-
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Another Python object for the same values and the same place in the autograd graph."""
     return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Leaves of nested tuples, lists, dicts and slices."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(tuple(value.values()))
-    elif isinstance(value, slice):
-        yield from _leaves((value.start, value.stop, value.step))
-    else:
-        yield value
-
-
-def _plain(value: Any) -> Any:
-    """`value` with plain numbers for traced ones, inside nested tuples, lists, dicts and slices."""
-    if isinstance(value, TracedNumber):
-        return value.value
-    if isinstance(value, torch.Size):
-        return torch.Size([plain(item) for item in value])
-    if isinstance(value, tuple | list):
-        if not any(isinstance(leaf, TracedNumber) for leaf in _leaves(value)):
-            return value
-        items = [_plain(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_plain(part) for part in (value.start, value.stop, value.step)))
-    return value
-
-
-def user_line() -> Source | None:
-    """The innermost line on the stack that is neither torch's nor fxsplit's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if _is_the_users(path):
-            return Source(path, frame.f_lineno)
-        frame = frame.f_back
-    return None
-
-
-def error_line(error: BaseException) -> Source | None:
-    """The innermost line of the traceback that is neither torch's nor fxsplit's."""
-    found, step = None, error.__traceback__
-    while step is not None:
-        path = step.tb_frame.f_code.co_filename
-        if _is_the_users(path):
-            found = Source(path, step.tb_lineno)
-        step = step.tb_next
-    return found
-
-
-def _is_the_users(path: str) -> bool:
-    return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))
 
 
 def _why_opaque(m: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,3 +209,34 @@ class _SymNode:
 
     def int_(self) -> int:
         return int(self._number.concrete())
+
+
+def nested_leaves(value: Any) -> Iterator[Any]:
+    """Leaves of nested tuples, lists, dicts and slices."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from nested_leaves(item)
+    elif isinstance(value, dict):
+        yield from nested_leaves(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from nested_leaves((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def nested_plain(value: Any) -> Any:
+    """`value` with plain numbers for traced ones, inside nested tuples, lists, dicts and slices."""
+    if isinstance(value, TracedNumber):
+        return value.value
+    if isinstance(value, torch.Size):
+        return torch.Size([plain(item) for item in value])
+    if isinstance(value, tuple | list):
+        if not any(isinstance(leaf, TracedNumber) for leaf in nested_leaves(value)):
+            return value
+        items = [nested_plain(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: nested_plain(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(nested_plain(part) for part in (value.start, value.stop, value.step)))
+    return value

@@ -1,0 +1,41 @@
+"""Which line of the user's code made this?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import torch
+
+from ..ir import Source
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
+
+
+def user_line() -> Source | None:
+    """The innermost line on the stack that is neither torch's nor fxsplit's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _is_the_users(path):
+            return Source(path, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def error_line(error: BaseException) -> Source | None:
+    """The innermost line of the traceback that is neither torch's nor fxsplit's."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        path = step.tb_frame.f_code.co_filename
+        if _is_the_users(path):
+            found = Source(path, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+def _is_the_users(path: str) -> bool:
+    return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))
