@@ -141,16 +141,21 @@ def _merges(
     if plan.micro_batches == 1:
         return [Merge("same")] * count
 
+    draws = False
+
     def run(values: Sequence[torch.Tensor]) -> list[Any]:
+        nonlocal draws
         with preserved(model, parameters=True):
+            state = torch.get_rng_state()
             for module in model.modules():
                 module.training = False
             found = traced.module(*(v.detach().clone() for v in values))
+            draws = draws or not torch.equal(state, torch.get_rng_state())
             return [v.detach() if isinstance(v, torch.Tensor) else v for v in found]
 
     names = output_names(traced)
     merges, mixing = find_merges(run, inputs, dims, names)
-    for name in mixing:
+    for name in () if draws else mixing:  # other random numbers are not other rows
         warnings.warn(
             f"{name} of {type(model).__name__} mixes rows of the batch: with micro-batches it is another value",
             stacklevel=3,

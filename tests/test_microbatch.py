@@ -191,3 +191,24 @@ def test_an_argument_that_is_split_by_mistake_is_named():
             Shifted(), fxsplit.Plan(micro_batches=2), example_args=(torch.randn(4, 4), torch.randn(4))
         )
     assert "position" in str(caught.value) and "batch_dims" in str(caught.value)
+
+
+def test_random_numbers_in_eval_mode_are_not_taken_for_mixing():
+    class Sampler(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.decode = nn.Linear(3, 4), nn.Linear(2, 3)
+
+        def forward(self, x):
+            mean, scale = self.encode(x).chunk(2, -1)
+            return self.decode(mean + torch.randn_like(mean) * scale.exp()), mean
+
+    x = torch.randn(6, 3)
+    plan = fxsplit.Plan(stages=2, micro_batches=3, checkpoint="always")
+    pipe = fxsplit.compile(Sampler(), plan, example_args=(x,))
+    torch.manual_seed(1)
+    output, mean = pipe(x)
+    torch.manual_seed(1)
+    assert torch.equal(pipe(x)[0], output)
+    torch.testing.assert_close(mean, pipe.unsplit()(x)[1])
+    output.sum().backward()
