@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ..compat import tree_unflatten
 from ..errors import ArgumentError, MoveError, SerializeError
-from ..graph import ModuleMode, bind, is_within, region_modules, resolve
+from ..graph import bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..report.tables import stage_table
@@ -23,6 +23,7 @@ from ..verify.structure import RULES, verify_structure
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .microbatch import BatchDims, Merge, sizes
+from .rebind import layout, rebound
 from .schedule import Schedule, bubble, check_schedule, dependencies, gpipe, staircase
 from .worker import thread_state
 
@@ -76,7 +77,7 @@ class Pipeline(nn.Module):
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges))
-        own.update(_lock=threading.RLock(), _serial=False, _schedules={}, _names=_layout(model), _seen=[])
+        own.update(_lock=threading.RLock(), _serial=False, _schedules={}, _names=layout(model), _seen=[])
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Pipeline(nn.Module):
                 raise ArgumentError(f"{path or 'the model'} got a hook after compile", remedy="compile again")
         if self._seen and all(table.get(key) is value for table, key, value in self._seen):
             return
-        now = _layout(self.model)
+        now = layout(self.model)
         if now != self._names:
             before, after = [[*names[0], *names[1]] for names in (self._names, now)]
             odd = [n for n in before if n not in after] + [n for n in after if n not in before]
@@ -346,9 +347,9 @@ class Pipeline(nn.Module):
         """An independent pipeline over a deep copy of the model."""
         model = copy.deepcopy(self.model, memo)
         to_fqn = {name: fqn for fqn, name in self.traced.names.items()}
-        traced = replace(self.traced, module=_rebound(self.traced.module, to_fqn, model, self.traced.module))
+        traced = replace(self.traced, module=rebound(self.traced.module, to_fqn, model, self.traced.module))
         stages = tuple(
-            replace(s, module=_rebound(s.module, s.paths, model, self.traced.module))
+            replace(s, module=rebound(s.module, s.paths, model, self.traced.module))
             for s in self.program.stages
         )
         root = bind(
@@ -388,38 +389,3 @@ class _Guarded(Runner):
     ) -> list[torch.Tensor | None]:
         with self._pipeline_lock:
             return super().backward(gradients, keep_graph=keep_graph)
-
-
-def _rebound(
-    module: fx.GraphModule, paths: Mapping[str, str], model: nn.Module, constants: nn.Module
-) -> fx.GraphModule:
-    """The same graph over the objects of another model."""
-    attributes: dict[str, Any] = {}
-    for node in module.graph.nodes:
-        if node.op not in ("call_module", "get_attr"):
-            continue
-        name = str(node.target)
-        child = getattr(module, name, None) if "." not in name else None
-        if node.op == "get_attr" and isinstance(child, fx.GraphModule) and name not in paths:
-            attributes[name] = _rebound(child, paths, model, constants)
-        else:
-            fqn = paths.get(name, name)
-            try:
-                attributes[name] = resolve(model, fqn)
-            except AttributeError:  # a constant that the tracer found
-                constant = getattr(constants, fqn)
-                is_mode = isinstance(constant, ModuleMode)
-                attributes[name] = (
-                    ModuleMode(constant.path, resolve(model, constant.path)) if is_mode else constant
-                )
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    rebound = bind(graph, attributes, type(module).__name__)
-    rebound.meta.update(module.meta)
-    return rebound
-
-
-def _layout(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Module paths with their classes, and parameter names without ties: what a compiled graph relies on."""
-    modules = [f"{path} ({type(module).__qualname__})" for path, module in model.named_modules()]
-    return modules, [name for name, _ in model.named_parameters()]
