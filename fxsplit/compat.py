@@ -6,23 +6,111 @@ Each name says in which version of torch it was seen. Everything else in fxsplit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree  # torch 2.13: the pytree that transformers and torch.export register with
 
 TreeSpec = _pytree.TreeSpec
 
 
+class _Record:
+    """Stands for a dataclass or dict subclass that nobody registered as a pytree, while it is taken apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class _RecordType:
+    """Class and fields of a record; `template` rebuilds one without calling the user's constructor."""
+
+    cls: type
+    keys: tuple[Any, ...]
+    template: Any = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, value: Any) -> _RecordType:
+        keys = tuple(value) if isinstance(value, dict) else tuple(f.name for f in fields(value))
+        template = copy.copy(value)
+        if isinstance(value, dict):
+            dict.clear(template)
+        return cls(type(value), keys, template)
+
+    def values_of(self, value: Any) -> list[Any]:
+        found = [
+            dict.__getitem__(value, k) if isinstance(value, dict) else getattr(value, k) for k in self.keys
+        ]
+        return [_with_records(item) for item in found]
+
+    def build(self, values: Iterable[Any]) -> Any:
+        value = copy.copy(self.template)
+        for key, item in zip(self.keys, values, strict=True):
+            if isinstance(value, dict):
+                dict.__setitem__(value, key, item)
+            else:
+                object.__setattr__(value, key, item)  # frozen ones too
+        return value
+
+
+def _flatten_record(record: _Record) -> tuple[list[Any], _RecordType]:
+    kind = _RecordType.of(record.value)
+    return kind.values_of(record.value), kind
+
+
+def _flatten_record_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], _RecordType]:
+    values, kind = _flatten_record(record)
+    key = _pytree.MappingKey if issubclass(kind.cls, dict) else _pytree.GetAttrKey
+    return [(key(k), v) for k, v in zip(kind.keys, values, strict=True)], kind
+
+
+_pytree.register_pytree_node(  # torch 2.13; the public one has no keys
+    _Record,
+    _flatten_record,
+    lambda values, kind: kind.build(values),
+    serialized_type_name="fxsplit.Record",
+    flatten_with_keys_fn=_flatten_record_with_keys,
+)
+
+
+def _with_records(tree: Any) -> Any:
+    if not any(_holds_tensors(leaf) for leaf in _pytree.tree_leaves(tree)):
+        return tree
+    return _pytree.tree_map(lambda leaf: _Record(leaf) if _holds_tensors(leaf) else leaf, tree)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether `leaf` is an unregistered dataclass or dict subclass with a tensor somewhere in it."""
+    if (
+        isinstance(leaf, torch.Tensor)
+        or not (isinstance(leaf, dict) or is_dataclass(leaf))
+        or isinstance(leaf, type)
+    ):
+        return False
+    inside = (
+        list(leaf.values()) if isinstance(leaf, dict) else [getattr(leaf, f.name, None) for f in fields(leaf)]
+    )
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in _pytree.tree_leaves(inside))
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `tree` in order, and the structure that holds them."""
-    return _pytree.tree_flatten(tree)
+    """The leaves of `tree` in order, and the structure that holds them.
+
+    Besides registered pytrees, dataclasses and dict subclasses that hold tensors are looked into.
+    """
+    return _pytree.tree_flatten(_with_records(tree))
 
 
 def tree_flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of `tree` with their access paths, such as ``['image'][0]``."""
-    leaves, _ = _pytree.tree_flatten_with_path(tree)
+    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
@@ -33,12 +121,13 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of `tree` in order."""
-    return _pytree.tree_leaves(tree)
+    leaves = _pytree.tree_leaves(tree)
+    return _pytree.tree_leaves(_with_records(tree)) if any(map(_holds_tensors, leaves)) else leaves
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `fn` applied to each leaf."""
-    return _pytree.tree_map(fn, tree)
+    return _pytree.tree_map(fn, _with_records(tree))
 
 
 def backward_keeps_graph() -> bool:
@@ -61,6 +150,47 @@ def parameter_hooks_silenced(parameters: Sequence[torch.Tensor]) -> Iterator[Non
     finally:
         for p, hooks in silenced:
             p._backward_hooks = hooks
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """`torch.export` says on the log and as warnings what it then raises; here it raises only."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch", "torch._dynamo", "torch.export", "torch._export")
+    ]  # 2.13
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# torch 2.13: regions of an exported graph → the context that they run in, as (function, *arguments), and the
+# position of the region among the arguments
+REGIONS: dict[Any, Callable[..., tuple[tuple[Any, ...], int]]] = {
+    torch.ops.higher_order.wrap_with_set_grad_enabled: lambda enabled, *_: (
+        (torch.enable_grad if enabled else torch.no_grad,),
+        1,
+    ),
+    torch.ops.higher_order.wrap_with_autocast: lambda device, dtype, enabled, cache, *_: (
+        (torch.autocast, device, dtype, enabled, cache),
+        4,
+    ),
+}
+
+
+# torch 2.13: what an exported graph asserts of types and devices; under autocast, or on another device, it is wrong
+METADATA_CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])
+
+
+def unflatten_outputs(graph: fx.Graph, outputs: Any) -> Any:
+    """The outputs of an exported graph in the model's structure."""
+    return graph._codegen.process_outputs(outputs)  # torch 2.13
 
 
 def storage_key(tensor: torch.Tensor) -> int:

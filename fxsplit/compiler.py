@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batch import BatchDims
 from .codegen.emit import generate
 from .errors import ArgumentError, PlanError
 from .graph import output_names, output_values, region_modules
 from .ir import Assignment, Program, Traced
 from .partition.assign import partition
 from .plan import Plan
-from .runtime.microbatch import BatchDims, Merge, find_merges
+from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
 from .state import preserved
 from .trace.front import TRACING, trace
-from .verify.numerics import Run, verify_numerics
+from .verify.numerics import verify_numerics
 from .verify.structure import verify_structure
 
 
@@ -31,6 +32,7 @@ def compile(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
+    tracer: Any = None,
     check: bool = True,
 ) -> Pipeline:
     """Split an unchanged model into stages and return a pipeline that computes the same.
@@ -42,8 +44,12 @@ def compile(
         example_args, example_kwargs: one call of the model, with at least one tensor. Any batch size runs
             afterwards.
         leaf_modules: module paths and classes of modules that stay whole, as one node.
-        check: run the example, and the example without its last row, through the model and through the split
-            and compare outputs, gradients, buffers and random numbers. The structural proof is made in any case.
+        tracer: the only front end to use instead of fxsplit's own: an `fx.Tracer`, or a function from the model
+            to a `torch.fx.GraphModule`. A model that is a `GraphModule` already needs none.
+        check: compare outputs, gradients, buffers and random numbers with the model's: of every captured graph, on
+            the example and on another batch size, before it is accepted; and of the split, on the example. Without
+            it nothing is computed but the trace, so that a model on the ``meta`` device can be planned. The
+            structural proof is made in any case.
 
     Returns:
         The pipeline, an `nn.Module` with the model's own tree.
@@ -68,59 +74,73 @@ def compile(
     kwargs = dict(example_kwargs or {})
 
     with TRACING, torch.inference_mode(False), torch.enable_grad():
-        traced = trace(model, example_args, kwargs, leaf_modules)
-        inputs = traced.signature.flatten(example_args, kwargs)
-        assignment = partition(model, traced, plan, inputs)
-        _check_devices(assignment)
-        program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
-        verify_structure(model, traced, program)
-        dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
-        merges = _merges(model, traced, plan, dims, inputs)
-        pipe = Pipeline(
-            model, plan, traced, assignment, program, dims, merges, [_ordinary(x) for x in inputs]
+        traced = trace(
+            model,
+            example_args,
+            kwargs,
+            leaf_modules=leaf_modules,
+            tracer=tracer,
+            batch_dims=plan.batch_dims,
+            check=check,
         )
+        inputs = traced.signature.flatten(example_args, kwargs)
+        pipe = _pipeline(model, traced, plan, inputs)
         if check:
-            homes = {torch.empty(0, device=d).device for d in assignment.devices}
-            moves = homes | {x.device for x in (*model.parameters(), *inputs)} != homes or len(homes) > 1
-            run = _traced_run(traced) if moves else pipe.run_whole
-            verify_numerics(model, traced, run, inputs)
-            _verify_other_batch(model, traced, run, inputs, dims)
-        _place(model, program)
+            _verify_split(pipe, inputs)
+        for placed in (pipe, pipe.other_mode):
+            if placed is not None:
+                _place(model, placed.program)
         return pipe
 
 
-def _verify_other_batch(
-    model: nn.Module, traced: Traced, run: Run, inputs: Sequence[torch.Tensor], dims: BatchDims
-) -> None:
-    """The same comparison on the example without its last row, where the model takes that."""
-    batch = dims.batch_size(inputs)
-    if batch is None or batch < 2:
-        return
-    fewer = dims.split(inputs, [batch - 1, 1])[0]
-    args, kwargs = traced.signature.unflatten([x.detach().clone() for x in fewer])
-    try:
-        with preserved(model, parameters=True):
-            model(*args, **kwargs)
-    except Exception:
-        return  # batch normalisation of one row, say, or a batch size that the model has written in it
-    try:
-        verify_numerics(model, traced, run, fewer)
-    except AssertionError as error:
-        warnings.warn(
-            f"{type(model).__name__} was captured for batches of {batch} rows only: {error}. To run other batch sizes, "
-            "keep the module whole that reads the batch size: leaf_modules=[...]",
-            stacklevel=4,
-        )
+def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Pipeline:
+    """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
+    assignment = partition(model, traced, plan, inputs)
+    _check_devices(assignment)
+    program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
+    verify_structure(model, traced, program)
+    dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
+    merges = _merges(model, traced, plan, dims, inputs)
+    other = None
+    if traced.other_mode is not None:
+        other = _pipeline(model, traced.other_mode, _placed_alike(plan, assignment, program), inputs)
+    example = [_ordinary(x) for x in inputs]
+    return Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
+
+
+def _placed_alike(plan: Plan, assignment: Assignment, program: Program) -> Plan:
+    """The plan for the other mode: where there are several devices, every module stays on the one that it has."""
+    if len(set(assignment.devices)) == 1:
+        return plan
+    placed: dict[str, str] = {}
+    for stage in program.stages:
+        for name in stage.parameters:
+            placed.setdefault(name.rpartition(".")[0], str(stage.device))
+    placed.setdefault("", str(assignment.devices[-1]))
+    return plan.replace(stages=None, balance=None, cut=None, devices=None, device_map=placed)
+
+
+def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
+    """The numbers of the split on the example; the graphs themselves have been compared already.
+
+    Before the parameters have moved to several devices the split cannot run: the structural proof has to do.
+    """
+    model = pipe.model
+    for one in (pipe, pipe.other_mode):
+        if one is None:
+            continue
+        homes = {torch.empty(0, device=d).device for d in one.devices}
+        if len(homes) > 1 or {x.device for x in (*model.parameters(), *inputs)} - homes:
+            continue
+        with preserved(model):
+            if model.training not in one.traced.modes:
+                model.train(not model.training)
+            verify_numerics(model, one.traced, one.run_whole, inputs)
 
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
     """The example without its graph; an inference tensor as an ordinary one."""
     return x.clone() if x.is_inference() else x.detach()
-
-
-def _traced_run(traced: Traced) -> Run:
-    """What can run before the parameters have moved."""
-    return lambda values: list(traced.module(*values))
 
 
 def _check_devices(assignment: Assignment) -> None:

@@ -30,7 +30,9 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
 def output_names(traced: Traced) -> list[str]:
     """How the user would write each flat output: ``output``, ``output['logits']``."""
     count = len(output_values(traced.graph))
-    tree = tree_unflatten(range(count), traced.out_spec)
+    tree = tree_unflatten(
+        [torch.empty(0)] * count, traced.out_spec
+    )  # records are looked into if they hold tensors
     return [f"output{path}" for path, _ in tree_flatten_with_paths(tree)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +47,11 @@ class Source:
     def short(self) -> str:
         """``model.py:41``: without the folder, so that generated code is the same on every machine."""
         return f"{os.path.basename(self.path)}:{self.line}"
+
+    def with_text(self) -> str:
+        """``/home/me/model.py:41: if x.sum() > 0:``, where the file can be read."""
+        text = linecache.getline(self.path, self.line).strip()
+        return f"{self}: {text}" if text else str(self)
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}"
@@ -106,6 +113,8 @@ class Traced:
         front_end: which front end captured it.
         kept_whole: module path → why the module is one node and not inlined (torch.nn's own excepted).
         modes: the values of ``training`` that the graph is known to hold for.
+        other_mode: the graph for the other mode, where the model takes another path in it.
+        refused: front ends that were tried before, and why their graphs were not taken.
     """
 
     graph: fx.Graph
@@ -118,6 +127,8 @@ class Traced:
     front_end: str
     kept_whole: Mapping[str, str]
     modes: tuple[bool, ...] = (True, False)
+    other_mode: Traced | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -126,9 +137,42 @@ class Traced:
 
     def report(self) -> str:
         """How the model was captured, in a few lines."""
-        lines = [f"captured by {self.front_end}: {len(self.graph.nodes)} nodes"]
-        lines += [f"  kept whole: {path or 'the model'} ({why})" for path, why in self.kept_whole.items()]
+        words = " and ".join("train()" if mode else "eval()" for mode in self.modes)
+        lines = [f"captured by {self.front_end}: {len(self.graph.nodes)} nodes, right in {words}"]
+        lines += [f"  not used: {name}: {why}" for name, why in self.refused.items()]
+        lines += [f"  kept whole: {path} ({why})" for path, why in self.kept_whole.items()]
+        lines += [f"  baked in: {text}" for text in self.baked_in()]
+        if self.other_mode is not None:
+            lines += ["in the other mode the model takes another path:", self.other_mode.report()]
         return "\n".join(lines)
+
+    def baked_in(self) -> list[str]:
+        """What is the same in every call: decisions by sizes, arguments that are no tensors, tensors made of numbers."""
+        found = []
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target is torch._assert:
+                found.append(f"{_written_out(node.args[0])} {self._at(node)}")
+        for i, value in self.signature.constants.items():
+            if value is not None:
+                found.append(f"argument {self.signature.names[i]} = {value!r}")
+        for name, value in self.constants.items():
+            if isinstance(value, torch.Tensor):
+                reader = next(n for n in self.graph.nodes if n.op == "get_attr" and n.target == name)
+                spec = TensorSpec(tuple(value.shape), value.dtype, value.device)
+                found.append(f"tensor {name} = {spec} {self._at(reader)}")
+        return found
+
+    def _at(self, node: fx.Node) -> str:
+        source = self.facts[node.name].source
+        return f"({source.short})" if source else ""
+
+    def for_mode(self, training: bool) -> Traced:
+        """The graph that is right in this mode: this one, or that of the other mode."""
+        return self if training in self.modes or self.other_mode is None else self.other_mode
+
+    def all_modes(self) -> tuple[bool, ...]:
+        """The modes that this graph or the other one is right for."""
+        return self.modes if self.other_mode is None else (*self.modes, *self.other_mode.modes)
 
     def __repr__(self) -> str:
         return f"Traced({len(self.graph.nodes)} nodes, {len(self.kept_whole)} modules kept whole)"
@@ -251,6 +295,35 @@ class Program:
 
     def __repr__(self) -> str:
         return f"Program({len(self.stages)} stages)"
+
+
+_SYMBOLS = {
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.floordiv: "//",
+    operator.mod: "%",
+}
+
+
+def _written_out(value: Any) -> str:
+    """A condition as the user might have written it: ``x.size(1) <= 512``."""
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    if value.target in _SYMBOLS and len(value.args) == 2:
+        return f"{_written_out(value.args[0])} {_SYMBOLS[value.target]} {_written_out(value.args[1])}"
+    if value.op == "call_method" and value.target == "size":
+        owner, *rest = value.args
+        return f"{owner}.size({', '.join(map(str, rest))})"
+    if value.target is len:
+        return f"len({value.args[0]})"
+    return value.name
 
 
 def _with_sources(code: str, sources: Mapping[str, str]) -> str:

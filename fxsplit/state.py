@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,27 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def python_random_state() -> tuple[Any, ...]:
+    """The state of Python's `random`, and of NumPy's global generator where NumPy has been imported."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=True)
+
+
+def restore_python_random(state: tuple[Any, ...]) -> None:
+    """Put back what `python_random_state` returned."""
+    own, numpy = state
+    random.setstate(own)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def same_python_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn between two states."""
+    if a[0] != b[0] or a[1] is None or b[1] is None:
+        return bool(a[0] == b[0])
+    return bool(a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all())
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     """The model and the random number generators end as they were, also when the body raises: buffers and
@@ -38,10 +61,12 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     devices = sorted(
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     )
+    drawn = python_random_state()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
+            restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
             with torch.no_grad():

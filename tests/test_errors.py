@@ -37,11 +37,6 @@ class ReturnsOpaque(nn.Module):
         return Opaque(x + 1)
 
 
-class ModeAtRoot(nn.Module):
-    def forward(self, x):
-        return x.exp() if self.training else x
-
-
 class InPlaceChain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,11 +65,6 @@ CASES = {
         lambda: (ReturnsOpaque(), {}, (x(),)),
         errors.TraceError,
         ["Opaque", "pytree"],
-    ),
-    "reads training at the root": (
-        lambda: (ModeAtRoot(), {}, (x(),)),
-        errors.TraceError,
-        ["train()", "eval()", "test_errors.py", "nn.Dropout"],
     ),
     "too many stages": (
         lambda: (nn.Linear(2, 2), {"stages": 2}, (x(),)),

@@ -53,6 +53,10 @@ class Double(torch.autograd.Function):
         return grad * 5
 
 
+def function(m, x):
+    return Double.apply(m.lin(x))
+
+
 def no_grad(m, x):
     with torch.no_grad():
         scale = m.lin(x)
@@ -108,7 +112,6 @@ def shapes(m, x):
 @pytest.mark.parametrize(
     ("forward", "why"),
     [
-        (lambda m, x: Double.apply(m.lin(x)), "autograd.Function Double"),
         (counter, "self.count"),
         (branch, "values of a tensor"),
         (training, "self.training"),
@@ -130,7 +133,7 @@ def test_what_cannot_be_inlined_stays_whole(forward, why):
     assert torch.equal(pipe(x), model(x))
 
 
-@pytest.mark.parametrize("forward", [alias, autocast, buffer_write, constant, no_grad, shapes])
+@pytest.mark.parametrize("forward", [alias, autocast, buffer_write, constant, function, no_grad, shapes])
 def test_what_is_inlined(forward):
     model = Outer(forward)
     before = _snapshot(model)
@@ -324,16 +327,32 @@ def test_modules_that_the_user_wants_whole():
         fxsplit.compile(model, example_args=(torch.randn(3, 4),), leaf_modules=["1.inner.lim"])
 
 
-def test_a_batch_size_that_is_baked_in_is_said():
+def test_a_module_that_is_written_for_one_batch_size_stays_whole():
     def unrolled(m, x):
         return torch.stack([m.lin(row) for row in x])
 
-    with pytest.warns(UserWarning, match="batches of 3 rows only: test_trace.py:"):
-        pipe = fxsplit.compile(Outer(unrolled), fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
+    pipe = compiled(Outer(unrolled), torch.randn(3, 4), stages=3)
+    assert "does not run with 2 rows" in pipe.traced.kept_whole["inner"]
+    for rows in (1, 4, 9):
+        assert_equivalent(pipe.unsplit(), pipe, torch.randn(rows, 4))
+
+
+def test_a_model_that_is_written_for_one_batch_size_is_right_for_that_one():
+    with pytest.warns(UserWarning, match=r"batches of 3 rows only: .*test_trace.py:"):
+        pipe = fxsplit.compile(Unrolled(), fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
+    assert "torch.export" in pipe.traced.report()
+    assert_equivalent(pipe.unsplit(), pipe, torch.randn(3, 4))
     with pytest.raises(AssertionError, match="another path"):
         pipe(torch.randn(4, 4))
-    pipe = fxsplit.compile(Outer(unrolled), example_args=(torch.randn(3, 4),), leaf_modules=["inner"])
-    assert_equivalent(pipe.unsplit(), pipe, torch.randn(5, 4))
+
+
+class Unrolled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.stack([self.b(row) for row in self.a(x)])
 
 
 def test_sizes_stay_symbolic():

@@ -199,11 +199,20 @@ def test_verify_names_the_users_line():
 
 def test_other_numbers_than_the_models_are_an_error():
     class AsksWhoWatches(nn.Module):
-        def forward(self, x):
-            return x * (2 + len(torch.overrides._get_current_function_mode_stack()))
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    with pytest.raises(fxsplit.errors.VerifyError, match="another output 0 than the model: off by"):
+        def forward(self, x):
+            watched = len(torch.overrides._get_current_function_mode_stack()) + torch.compiler.is_compiling()
+            return self.last(self.first(x) * (2 + watched))
+
+    said = (
+        r"in train mode, .* another output 0 than the model: off by (.|\n)*first seen in the output of 'last'"
+    )
+    with pytest.raises(fxsplit.errors.VerifyError, match=said) as caught:
         fxsplit.compile(AsksWhoWatches(), fxsplit.Plan(), example_args=(torch.randn(3, 4),))
+    assert any("torch.export" in note for note in caught.value.__notes__)
 
 
 def test_state_on_the_python_side_is_refused():

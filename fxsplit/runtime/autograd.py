@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..batch import BatchDims
 from ..compat import backward_keeps_graph
 from ..errors import GradientError
 from .execute import Call
-from .microbatch import BatchDims, Merge
+from .microbatch import Merge
 
 
 class PipelineFunction(torch.autograd.Function):

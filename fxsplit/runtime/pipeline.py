@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from ..batch import BatchDims
 from ..compat import tree_unflatten
 from ..errors import ArgumentError, MoveError, SerializeError
 from ..graph import bind, is_within, region_modules, resolve
@@ -22,7 +23,8 @@ from ..verify.numerics import verify_numerics
 from ..verify.structure import RULES, verify_structure
 from .autograd import PipelineFunction, Runner
 from .execute import Call
-from .microbatch import BatchDims, Merge, sizes
+from .hooks import call_with_hooks
+from .microbatch import Merge, sizes
 from .rebind import layout, rebound
 from .schedule import Schedule, bubble, check_schedule, dependencies, gpipe, staircase
 from .worker import thread_state
@@ -37,6 +39,7 @@ class Pipeline(nn.Module):
         model: the user's model.
         plan, traced, assignment, program: what the compiler made, in order.
         example: the flat example inputs.
+        other_mode: the pipeline of the other mode (train or eval), where the model takes another path in it.
     """
 
     model: nn.Module
@@ -47,6 +50,7 @@ class Pipeline(nn.Module):
     dims: BatchDims
     merges: list[Merge]
     example: list[torch.Tensor]
+    other_mode: Pipeline | None
     _lock: threading.RLock
     _serial: bool
     _schedules: dict[int, Schedule]
@@ -63,6 +67,7 @@ class Pipeline(nn.Module):
         dims: BatchDims,
         merges: Sequence[Merge],
         example: Sequence[torch.Tensor],
+        other_mode: Pipeline | None = None,
     ) -> None:
         super().__init__()
         own = self.__dict__
@@ -76,8 +81,9 @@ class Pipeline(nn.Module):
         own["training"] = model.training
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
-        own.update(example=list(example), dims=dims, merges=list(merges))
-        own.update(_lock=threading.RLock(), _serial=False, _schedules={}, _names=layout(model), _seen=[])
+        own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
+        lock = threading.RLock() if other_mode is None else other_mode._lock
+        own.update(_lock=lock, _serial=False, _schedules={}, _names=layout(model), _seen=[])
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -88,6 +94,16 @@ class Pipeline(nn.Module):
             ArgumentError: an argument is missing, unknown, or not like the example's.
             BatchError: the arguments disagree on the batch.
         """
+        return call_with_hooks(self.model, self.active._forward, args, kwargs)
+
+    @property
+    def active(self) -> Pipeline:
+        """The pipeline of the mode that the model is in: this one, or `other_mode`."""
+        if self.other_mode is None or self.model.training in self.traced.modes:
+            return self
+        return self.other_mode
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -205,8 +221,8 @@ class Pipeline(nn.Module):
                 inlined has got a hook.
         """
         for path, module in self._inlined:
-            if module._forward_hooks or module._forward_pre_hooks:
-                raise ArgumentError(f"{path or 'the model'} got a hook after compile", remedy="compile again")
+            if path and (module._forward_hooks or module._forward_pre_hooks):
+                raise ArgumentError(f"{path} got a hook after compile", remedy="compile again")
         if self._seen and all(table.get(key) is value for table, key, value in self._seen):
             return
         now = layout(self.model)
@@ -272,12 +288,15 @@ class Pipeline(nn.Module):
             VerifyError: names the rule or the first number that differs.
         """
         with self._lock:
-            self._use_current_modules()
-            verify_structure(self.model, self.traced, self.program)
+            for pipe in (self, self.other_mode):
+                if pipe is not None:
+                    pipe._use_current_modules()
+                    verify_structure(self.model, pipe.traced, pipe.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
             homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
             if len(homes) == 1:
-                verify_numerics(self.model, self.traced, self.run_whole, self._example_now())
+                now = self.active
+                verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
                 )
@@ -345,7 +364,9 @@ class Pipeline(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """An independent pipeline over a deep copy of the model."""
-        model = copy.deepcopy(self.model, memo)
+        return self._over(copy.deepcopy(self.model, memo))
+
+    def _over(self, model: nn.Module) -> Pipeline:
         to_fqn = {name: fqn for fqn, name in self.traced.names.items()}
         traced = replace(self.traced, module=rebound(self.traced.module, to_fqn, model, self.traced.module))
         stages = tuple(
@@ -356,8 +377,9 @@ class Pipeline(nn.Module):
             copy.deepcopy(self.program.root.graph), {f"stage_{s.index}": s.module for s in stages}, "Program"
         )
         program = replace(self.program, stages=stages, root=root)
+        other = None if self.other_mode is None else self.other_mode._over(model)
         return Pipeline(
-            model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example
+            model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example, other
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

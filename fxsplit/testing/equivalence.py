@@ -70,6 +70,7 @@ def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]
 def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
     leaves = _leaves(inputs)
     views = [x.view_as(x) if x.requires_grad else x for x in leaves]
+    pipe = pipe.active
     chunks, rows = pipe.micro_batches(views)
     results = []
     for chunk in chunks:

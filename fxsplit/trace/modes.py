@@ -1,15 +1,128 @@
-"""Two traces of a model, in train and in eval mode → one graph that reads the mode where they differ."""
+"""One graph that is right in train and in eval mode; or one for each, where the model takes different paths."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
-from ..graph import ModuleMode, resolve
+from ..compat import tree_leaves
+from ..errors import ArgumentError, TraceError
+from ..graph import ModuleMode, is_within, resolve, structure
+from ..state import preserved
+from .capture import Capture, FrontEnd, Request
+
+Modes = tuple[bool, ...]
+
+
+def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, Modes]]:
+    """Capture the model in train and in eval mode.
+
+    Arguments that differ are read from the modules' flags at run time. A module that takes another path is kept
+    whole; if that is the model itself, there is one capture for each mode. `request.kept` gains what was found.
+
+    Returns:
+        Captures, with the modes that each is right for; that of the model's own mode first. A mode in which the
+        example cannot be run (batch normalisation of a single row) is missing.
+
+    Raises:
+        TraceError: the model's own mode cannot be captured.
+    """
+    model = request.model
+    own = [module.training for module in model.modules()]
+    settings: list[Sequence[bool]] = [own, [not own[0]] * len(own)]
+    if len(set(own)) > 1:
+        settings.append([own[0]] * len(own))
+    while True:
+        known = len(request.kept)
+        found = []
+        for setting in settings:
+            with preserved(model):
+                for module, mode in zip(model.modules(), setting, strict=True):
+                    module.training = mode
+                try:
+                    found.append(front_end(request))
+                except (TraceError, ArgumentError):
+                    if setting[0] == own[0]:
+                        raise
+        if len(request.kept) > known:
+            continue  # again from the start, so that names do not depend on what was tried
+        if len(found) < len(settings):
+            return [(found[0], (own[0],))]
+        first, other, same = found[0], found[1], found[-1] if len(found) == 3 else found[0]
+        if structure(first.graph) == structure(other.graph) == structure(same.graph):
+            return [(first, (True, False))]
+        with preserved(model):  # the same mode again: what differs now is not the mode's doing
+            again = front_end(request)
+        if structure(again.graph) != structure(first.graph):
+            parted = [p for p in _parted(first.graph, again.graph) if p not in request.kept]
+            if not parted:
+                raise TraceError(
+                    f"{type(model).__name__}.forward takes another path from one call to the next",
+                    where=_first_line(first.graph),
+                    remedy="move what keeps state in Python into a submodule (it is then kept whole)",
+                )
+            request.kept.update((path, "it takes another path from one call to the next") for path in parted)
+            continue
+        train, evaluated = (same, other) if own[0] else (other, same)
+        try:
+            readers = read_mode_where_it_matters(model, first.graph, train.graph, evaluated.graph)
+        except DifferentPathsError:
+            parted = [p for p in _parted(train.graph, evaluated.graph) if p not in request.kept]
+            if not parted:
+                return [(first, (own[0],)), (other, (not own[0],))]
+            request.kept.update((path, "it reads self.training") for path in parted)
+            continue
+        return [(replace(first, constants={**first.constants, **readers}), (True, False))]
+
+
+def _parted(a: fx.Graph, b: fx.Graph) -> list[str]:
+    """The innermost modules whose own part of the two graphs differs; empty where it is the model itself."""
+    differing: list[str] = []
+    for operands in (False, True):  # what else differs follows from the first
+        parts = [_parts(graph, operands) for graph in (a, b)]
+        both = {"", *(p for p in parts[0] if p in parts[1])}
+        odd = [p for p in {**parts[0], **parts[1]} if parts[0].get(p) != parts[1].get(p)]
+        # a module that one of them does not call at all is its caller's doing
+        differing = [next(q for q in _ancestry(p) if q in both) for p in odd]
+        if differing:
+            break
+    return [
+        p for p in dict.fromkeys(differing) if p and not any(o != p and is_within(o, p) for o in differing)
+    ]
+
+
+def _ancestry(path: str) -> Iterator[str]:
+    """`path`, the modules around it, and the model, from the inside out."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _first_line(graph: fx.Graph) -> str | None:
+    return next((str(n.meta["source"]) for n in graph.nodes if n.meta["source"]), None)
+
+
+def _parts(graph: fx.Graph, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
+    """Per module path what its own forward does: operations and literal arguments, and what made the operands."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return (value.op, value.target) if operands else "node"
+        return value if isinstance(value, int | float | bool | str | slice) else type(value)
+
+    parts: dict[str, list[tuple[Any, ...]]] = {}
+    for node in graph.nodes:
+        path = node.meta["module_path"]
+        if node.op == "call_module":
+            path = node.meta["caller"]
+        row = (node.op, node.target, [plain(v) for v in tree_leaves((node.args, node.kwargs))])
+        parts.setdefault(path, []).append(row)
+    return parts
 
 
 class DifferentPathsError(Exception):

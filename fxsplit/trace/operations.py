@@ -89,6 +89,12 @@ RANDOM = frozenset(
 )
 # fmt: on
 COUNT_DEPENDS_ON_SIZE = frozenset(("unbind", "chunk", "split", "tensor_split"))
+TO_NUMBER: dict[str, Callable[..., Any]] = {
+    "__bool__": bool,
+    "__int__": int,
+    "__float__": float,
+    "__index__": int,
+}
 OPPOSITE = {
     operator.eq: operator.ne,
     operator.ne: operator.eq,
@@ -97,6 +103,30 @@ OPPOSITE = {
     operator.gt: operator.le,
     operator.le: operator.gt,
 }
+
+
+class FunctionCall:
+    """``Function.apply`` of a custom `torch.autograd.Function`, as the target of a node.
+
+    It is equal to every other one of its class, and prints under the name of the class.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__module__, self.__name__ = function.__module__, f"{function.__name__}_apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's line does."""
+        return self.function.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionCall) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}.apply"
 
 
 def is_tensor_method(func: Any, name: str) -> bool:

@@ -12,6 +12,7 @@ from ..ir import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ENTRY = os.path.join(_HERE, "trace", "by_value.py")  # what called that is not the model
 _DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
 
 
@@ -20,8 +21,10 @@ def user_line() -> Source | None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if _is_the_users(path):
+        if is_the_users(path):
             return Source(path, frame.f_lineno)
+        if path == _ENTRY:
+            return None
         frame = frame.f_back
     return None
 
@@ -31,11 +34,12 @@ def error_line(error: BaseException) -> Source | None:
     found, step = None, error.__traceback__
     while step is not None:
         path = step.tb_frame.f_code.co_filename
-        if _is_the_users(path):
+        if is_the_users(path):
             found = Source(path, step.tb_lineno)
         step = step.tb_next
     return found
 
 
-def _is_the_users(path: str) -> bool:
+def is_the_users(path: str) -> bool:
+    """Whether a file is neither torch's nor fxsplit's."""
     return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))

@@ -15,7 +15,13 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import sdpa_switches, storage_key, tree_leaves
-from ..state import attributes_of, changed_attributes, restore_attributes
+from ..state import (
+    attributes_of,
+    changed_attributes,
+    python_random_state,
+    restore_attributes,
+    same_python_random,
+)
 from .operations import (
     CHANGES_AUTOGRAD,
     COUNT_DEPENDS_ON_SIZE,
@@ -28,6 +34,8 @@ from .operations import (
     SIZED_LIKE_SELF,
     SIZES,
     TENSOR_PROPERTIES,
+    TO_NUMBER,
+    FunctionCall,
     is_masked,
     is_tensor_method,
 )
@@ -48,16 +56,28 @@ class CannotInlineError(Exception):
 
 
 class Ref:
-    """Where a value comes from: a node that exists, or one that is written when somebody first needs it."""
+    """Where a value comes from: a node that exists, or one that is written when somebody first needs it.
 
-    __slots__ = ("_node", "constant", "data_dependent", "make")
+    Attributes:
+        constant: it is the same in every run.
+        from_sizes: it is a function of the sizes of the inputs alone, such as a causal mask.
+        data_dependent: its size, or it as a size, depends on what tensors hold.
+    """
+
+    __slots__ = ("_node", "constant", "data_dependent", "from_sizes", "make")
 
     def __init__(
-        self, make: Callable[[], fx.Node] | fx.Node, *, constant: bool = False, data_dependent: bool = False
+        self,
+        make: Callable[[], fx.Node] | fx.Node,
+        *,
+        constant: bool = False,
+        from_sizes: bool = False,
+        data_dependent: bool = False,
     ) -> None:
         self._node = make if isinstance(make, fx.Node) else None
         self.make = None if isinstance(make, fx.Node) else make
         self.constant, self.data_dependent = constant, data_dependent
+        self.from_sizes = constant or from_sizes
 
     def node(self, erased: set[fx.Node]) -> fx.Node:
         """The node; written now, if it was not or if it has been erased."""
@@ -96,6 +116,8 @@ class ValueTracer(TorchFunctionMode):
         self._guards: dict[Any, fx.Node] = {}
         self._contexts: dict[int, fx.Node] = {}
         self._storages: dict[int, torch.Tensor] = {}
+        self._written: set[int] = set()  # storages that something else than constants was written to
+        self._random = python_random_state()
         self._stack: list[str] = [""]
         self._child_calls = 0
         self._paused = False
@@ -114,7 +136,7 @@ class ValueTracer(TorchFunctionMode):
         before = attributes_of(self.model)
         with _patched(self._patches()), self:
             outputs = call(self.model, *inputs)
-            self._refuse_written_attributes(self.model, before)
+            self._refuse_side_effects(self.model, before)
             self.graph.output(tuple(self._argument(value) for value in outputs))
         self.graph.output_node().meta.update(module_path="", source=None)
         return self.graph
@@ -123,7 +145,7 @@ class ValueTracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if self._paused or name in PLAIN:
             return func(*nested_plain(args), **nested_plain(kwargs))
         if name == "__get__":
@@ -138,14 +160,10 @@ class ValueTracer(TorchFunctionMode):
             return iter(args[0].unbind(0))
         if name == "_set_grad_enabled":
             return func(*args)  # the contexts that call it are recorded themselves
-        before = [
-            (t, t._version)
-            for t in nested_leaves(args)
-            if isinstance(t, torch.Tensor) and not t.is_inference()
-        ]
+        before = _versions((args, kwargs))
         result = func(*nested_plain(args), **nested_plain(kwargs))
         result = self._own_object(result, before)
-        return self._record(func, name, args, kwargs, result)
+        return self._record(func, name, args, kwargs, result, before)
 
     def _own_object(self, result: Any, operands: list[tuple[torch.Tensor, int]]) -> Any:
         """An operand handed back unchanged gets an object of its own: it has two names in the program.
@@ -159,16 +177,33 @@ class ValueTracer(TorchFunctionMode):
     # -- recording -----------------------------------------------------------------------------------------
 
     def _record(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        before: Sequence[tuple[torch.Tensor, int]],
     ) -> Any:
-        operands = [self._ref(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        operands = [self._ref(t) for t in tensors]
         numbers = [n.ref for n in nested_leaves((args, kwargs)) if isinstance(n, TracedNumber)]
-        constant = all(ref.constant for ref in (*operands, *numbers)) and name not in RANDOM
+        pure = name not in RANDOM and not any(self._is_written(t) for t in tensors)
+        constant = pure and all(ref.constant for ref in (*operands, *numbers))
+        from_sizes = pure and all(ref.from_sizes for ref in (*operands, *numbers))
+        if not constant:
+            self._written |= {storage_key(t) for t, version in before if t._version != version}
         if not any(isinstance(t, torch.Tensor) for t in tree_leaves(result)) and not (
             result is None and name.startswith("__set")
         ):
             if constant or not operands:
                 return result
+            if from_sizes and isinstance(result, bool | int | float):
+                number = self._traced(result, Ref(self._call(func, name, args, kwargs)))
+                self._guard(operator.eq, number, result)
+                return result
+            if name == "item" and isinstance(result, int | float) and not isinstance(result, bool):
+                return self._traced(result, Ref(self._call(func, name, args, kwargs), data_dependent=True))
             raise CannotInlineError(f"it uses the {BY_VALUE} ({name.strip('_')})")
         sized_by_data = (
             name in SIZE_DEPENDS_ON_DATA or (name == "where" and len(args) == 1) or is_masked(name, args)
@@ -178,12 +213,22 @@ class ValueTracer(TorchFunctionMode):
         if name in SIZED_LIKE_SELF or (name.endswith("_") and not name.endswith("__")):
             operands = operands[:1]
         data_dependent = sized_by_data or any(ref.data_dependent for ref in (*operands, *numbers))
-        ref = Ref(self._call(func, name, args, kwargs), constant=constant, data_dependent=data_dependent)
+        ref = Ref(
+            self._call(func, name, args, kwargs),
+            constant=constant,
+            from_sizes=from_sizes and name != "empty",
+            data_dependent=data_dependent,
+        )
         if name in COUNT_DEPENDS_ON_SIZE and not constant and isinstance(result, tuple | list):
             self._guard_count(name, args, kwargs, ref, len(result))
         return self._bind(result, ref)
 
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and storage_key(tensor) in self._written
+
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        if name in TO_NUMBER:
+            return self._create("call_function", TO_NUMBER[name], args, kwargs)
         method = is_tensor_method(func, name)
         if method and not kwargs:
             if name in REFLECTED:
@@ -291,7 +336,9 @@ class ValueTracer(TorchFunctionMode):
         return node
 
     def _later(self, origin: Ref, make: Callable[[], fx.Node]) -> Ref:
-        return Ref(make, constant=origin.constant, data_dependent=origin.data_dependent)
+        return Ref(
+            make, constant=origin.constant, from_sizes=origin.from_sizes, data_dependent=origin.data_dependent
+        )
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -306,6 +353,7 @@ class ValueTracer(TorchFunctionMode):
         refs = [n.ref for n in operands if isinstance(n, TracedNumber)]
         ref = Ref(
             lambda: self._create("call_function", function, operands, {}),
+            from_sizes=all(r.from_sizes for r in refs),
             data_dependent=any(r.data_dependent for r in refs),
         )
         return self._traced(value, ref)
@@ -360,7 +408,7 @@ class ValueTracer(TorchFunctionMode):
             return result
         ref = self._ref(tensor)
         node = self._create("call_function", getattr, (tensor, name), {})
-        return self._bind(result, Ref(node, constant=ref.constant, data_dependent=ref.data_dependent))
+        return self._bind(result, self._later(ref, lambda: node))
 
     def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*nested_plain(args), **nested_plain(kwargs))
@@ -391,7 +439,9 @@ class ValueTracer(TorchFunctionMode):
                 node.meta["module_path"], node.meta["source"] = self._stack[-1], user_line()
                 return node
 
-            self._sizes[key] = TracedInt(value, self._later(ref, make), self)
+            self._sizes[key] = TracedInt(
+                value, Ref(make, from_sizes=not ref.data_dependent, data_dependent=ref.data_dependent), self
+            )
         return self._sizes[key]
 
     # -- modules -------------------------------------------------------------------------------------------
@@ -412,16 +462,20 @@ class ValueTracer(TorchFunctionMode):
             return self._call_whole(original, module, path, args, kwargs)
         mark, last = len(self._undo), next(reversed(self.graph.nodes), None)
         stack, before = list(self._stack), attributes_of(module)
+        grad_mode, generator = torch.is_grad_enabled(), torch.get_rng_state()
         self._stack.append(path)
         try:
             result = original(module, *args, **kwargs)
-            self._refuse_written_attributes(module, before)
+            self._refuse_side_effects(module, before)
             return result
         except Exception as error:  # whatever the user's forward raises
             self.kept[path] = _reason(error)
             restore_attributes(module, before)
             self._rewind(mark, last)
             self._paused = False
+            with torch._C.DisableTorchFunction():
+                torch.set_grad_enabled(grad_mode)
+                torch.set_rng_state(generator)
         finally:
             self._stack[:] = stack
         return self._call_whole(original, module, path, args, kwargs)
@@ -441,14 +495,28 @@ class ValueTracer(TorchFunctionMode):
         node.meta["module_path"], node.meta["caller"] = path, self._stack[-1]
         self._paused = True
         try:
-            before = [(t, t._version) for t in nested_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            before = _versions((args, kwargs))
             result = self._own_object(original(module, *nested_plain(args), **nested_plain(kwargs)), before)
+            self._written |= {storage_key(t) for t, version in before if t._version != version}
         finally:
             self._paused = False
+        self._random = python_random_state()  # what it draws, it draws again when the program runs
         unknown = self.kept.get(path, "") != ""  # a module of torch.nn decides nothing by values
         data_dependent = unknown and not isinstance(result, torch.Tensor)
         data_dependent = data_dependent or any(r.data_dependent for r in (*operands, *numbers))
         return self._bind(result, Ref(node, data_dependent=data_dependent))
+
+    def _call_function(
+        self, call: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A custom autograd.Function is one node: what its forward does must not be inlined past its backward."""
+        before = _versions((args, kwargs))
+        self._paused = True
+        try:
+            result = self._own_object(call(*nested_plain(args), **nested_plain(kwargs)), before)
+        finally:
+            self._paused = False
+        return self._record(FunctionCall(cls), cls.__name__, args, kwargs, result, before)
 
     def _rewind(self, mark: int, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -463,11 +531,15 @@ class ValueTracer(TorchFunctionMode):
             else:
                 self._refs[key] = known
 
-    def _refuse_written_attributes(self, module: nn.Module, before: dict[str, Any]) -> None:
+    def _refuse_side_effects(self, module: nn.Module, before: dict[str, Any]) -> None:
         written = changed_attributes(module, before)
         if written:
             restore_attributes(module, before)
             raise CannotInlineError(f"its forward writes self.{written[0]}")
+        now = python_random_state()
+        if not same_python_random(now, self._random):
+            self._random = now
+            raise CannotInlineError("its forward draws from Python's or NumPy's random numbers")
 
     # -- what is patched while tracing ----------------------------------------------------------------------
 
@@ -485,10 +557,12 @@ class ValueTracer(TorchFunctionMode):
         apply: Any = torch.autograd.Function.__dict__["apply"]
 
         def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return apply.__func__(cls, *args, **kwargs)
+
             if self._mine() and any(isinstance(a, torch.Tensor) for a in tree_leaves((args, kwargs))):
-                # inlining would keep the forward and drop the user's backward
-                raise CannotInlineError(f"it calls the autograd.Function {cls.__name__}")
-            return apply.__func__(cls, *args, **kwargs)
+                return self._call_function(call, cls, args, kwargs)
+            return call(*args, **kwargs)
 
         patches: list[tuple[Any, str, Any]] = [
             (nn.Module, "__call__", module_call),
@@ -550,6 +624,15 @@ class ValueTracer(TorchFunctionMode):
             return original_exit(context, *exc)
 
         return [(kind, "__enter__", enter), (kind, "__exit__", leave)]
+
+
+def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors in `values` with the number of in-place writes that each has seen."""
+    return [
+        (t, t._version)
+        for t in nested_leaves(values)
+        if isinstance(t, torch.Tensor) and not t.is_inference() and t.layout is torch.strided
+    ]
 
 
 def condition_number(node: fx.Node, tracer: ValueTracer) -> TracedInt:

@@ -12,7 +12,8 @@ from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..ir import Traced
-from ..state import preserved, state_tensors
+from ..state import preserved, python_random_state, state_tensors
+from .locate import first_other_module
 
 Outcome = dict[str, Any]
 _FOREIGN = "leaves that are no parameters"
@@ -33,7 +34,7 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
 
     def call_model(values: Sequence[torch.Tensor]) -> list[Any]:
         args, kwargs = traced.signature.unflatten(values)
-        return tree_leaves(model(*args, **kwargs))
+        return tree_leaves(model.forward(*args, **kwargs))  # hooks of the model itself run around either
 
     for last in (False, False, True):
         # The default generator is one for all threads: a thread that draws meanwhile makes two runs differ.
@@ -52,6 +53,7 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
             what = difference(found.get(name), expected.get(name))
             raise VerifyError(
                 f"the split computes another {name} than the model: {what}",
+                where=first_other_module(model, traced, inputs),
                 remedy="if the model computes other values from call to call, make it repeatable; otherwise keep the "
                 "module that computes this whole, by a forward hook on it",
             )
@@ -74,6 +76,7 @@ def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outc
         outcome.update(zip(wanted, found, strict=True))
         outcome.update({f"buffer {name}": t.detach().clone() for name, t in state_tensors(model).items()})
         outcome["state of the random number generator"] = torch.get_rng_state()
+        outcome["state of Python's random numbers"] = repr(python_random_state())
     return outcome
 
 

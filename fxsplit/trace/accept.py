@@ -1,0 +1,101 @@
+"""Does the graph compute what the model computes? In both modes, and at another batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..batch import BatchDims
+from ..errors import TraceError, VerifyError
+from ..ir import Traced
+from ..state import preserved
+from ..verify.numerics import verify_numerics
+
+
+class BakedInError(TraceError):
+    """The graph does not run at another batch size.
+
+    Attributes:
+        path: the module in whose forward it stops; ``""`` is the model.
+    """
+
+    def __init__(self, what: str, path: str) -> None:
+        super().__init__(what)
+        self.path = path
+
+
+def accept(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], dims: BatchDims) -> None:
+    """Compare outputs, gradients, buffers and random state of `traced` with the model's; the model is left as it was.
+
+    Raises:
+        VerifyError: names the first value that differs.
+        BakedInError: the graph is right for the batch size of the example, and does not run at another one.
+    """
+    own = model.training
+    for training in traced.all_modes():
+        graph = traced.for_mode(training)
+        with preserved(model):
+            if training != own:
+                model.train(training)
+            _compare(model, graph, inputs, "train" if training else "eval")
+            other = dims.another_batch(inputs) if training == own or graph is not traced else None
+            if other is not None and _runs(model, graph, other):
+                _compare_other_batch(model, graph, other, dims)
+
+
+def _compare(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], mode: str) -> None:
+    try:
+        verify_numerics(model, traced, lambda values: list(traced.module(*values)), inputs)
+    except VerifyError as error:
+        raise VerifyError(f"in {mode} mode, {error.what}", where=error.where, remedy=error.remedy) from None
+
+
+def _runs(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the model itself takes this batch: batch normalisation may want more rows."""
+    args, kwargs = traced.signature.unflatten([x.detach().clone() for x in inputs])
+    try:
+        with preserved(model, parameters=True), torch.no_grad():
+            model.forward(*args, **kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _compare_other_batch(
+    model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], dims: BatchDims
+) -> None:
+    rows = dims.batch_size(inputs)
+    try:
+        verify_numerics(model, traced, lambda values: list(traced.module(*values)), inputs)
+    except VerifyError as error:
+        raise VerifyError(f"with {rows} rows, {error.what}", where=error.where, remedy=error.remedy) from None
+    except Exception as error:
+        node = _stops_at(model, traced, inputs)
+        fact = None if node is None else traced.facts.get(node.name)
+        raise BakedInError(
+            f"the graph does not run with {rows} rows: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            fact.module_path if fact else "",
+        ) from error
+
+
+def _stops_at(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) -> fx.Node | None:
+    runner = _LastNode(traced.module)
+    with preserved(model, parameters=True):
+        try:
+            runner.run(*(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs))
+        except Exception:
+            return runner.last
+    return None
+
+
+class _LastNode(fx.Interpreter):
+    """Remembers the node that was run last."""
+
+    last: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.last = n
+        return super().run_node(n)

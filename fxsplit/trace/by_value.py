@@ -1,0 +1,118 @@
+"""The first front end: the value-carrying tracer, on the model or on the graph of the user's own tracer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import TreeSpec, tree_flatten
+from ..errors import TraceError
+from ..ir import Source
+from .capture import Capture, Request, refuse_bad_example
+from .source import error_line
+from .tracer import CannotInlineError, ValueTracer
+
+
+def as_eager(request: Request) -> Capture:
+    """The model as it runs without a compiler."""
+    return _run(request, request.model.forward, ValueTracer(request.model, request.kept))
+
+
+def as_compiled(request: Request) -> Capture:
+    """The same while ``torch.compiler.is_compiling()`` is true: libraries leave out shortcuts that depend on values."""
+    return _run(request, request.model.forward, ValueTracer(request.model, request.kept, says_compiling=True))
+
+
+class GivenTracer:
+    """The user's own: an `fx.Tracer`, or a function from the model to a graph of it.
+
+    The graph is run through the value-carrying tracer, every module that it calls stays one node.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+
+    @property
+    def name(self) -> str:
+        """``tracer=`` and what the user calls it."""
+        own = (
+            self.tracer
+            if isinstance(self.tracer, type) or hasattr(self.tracer, "__name__")
+            else type(self.tracer)
+        )
+        return f"tracer={own.__name__}"
+
+    def __call__(self, request: Request) -> Capture:
+        """Capture `request`.
+
+        Raises:
+            TraceError: the tracer fails, or returns something else than a graph.
+        """
+        model, tracer = request.model, self.tracer
+        if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
+            tracer = tracer()
+        try:
+            found = tracer.trace(model) if isinstance(tracer, fx.Tracer) else tracer(model)
+        except Exception as error:
+            raise TraceError(
+                f"{self.name} cannot capture {type(model).__name__}: {type(error).__name__}: "
+                f"{(str(error).splitlines() or [''])[0]}",
+                where=_line(error, model),
+                remedy="leave tracer= out, or repair it",
+            ) from error
+        graph = found.graph if isinstance(found, fx.GraphModule) else found
+        if not isinstance(graph, fx.Graph):
+            raise TraceError(
+                f"{self.name} returned {type(found).__name__}, not a torch.fx graph",
+                remedy="pass an fx.Tracer, or a function from the model to a torch.fx.GraphModule",
+            )
+        own = fx.GraphModule(found if isinstance(found, fx.GraphModule) else model, graph)
+        first_name = {id(module): name for name, module in model.named_modules()}
+        for node in graph.nodes:
+            if node.op == "call_module":
+                path = first_name.get(id(own.get_submodule(str(node.target))))
+                if path is not None and next(model.get_submodule(path).children(), None) is not None:
+                    request.kept.setdefault(path, f"{self.name} keeps it whole")
+        return _run(request, own.forward, ValueTracer(model, request.kept))
+
+
+def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
+    specs: list[TreeSpec] = []
+
+    def call(root: nn.Module, *values: Any) -> Sequence[Any]:
+        args, kwargs = request.signature.unflatten(values)
+        leaves, spec = tree_flatten(forward(*args, **kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor | int | float | bool | str | type(None)):
+                raise CannotInlineError(
+                    f"it returns {type(leaf).__name__}, which is not a registered pytree "
+                    f"(torch.utils._pytree.register_pytree_node or register_dataclass)"
+                )
+        specs.append(spec)
+        return leaves
+
+    try:
+        graph = tracer.trace(call, request.leaves(), [a.placeholder for a in request.signature.arguments])
+    except Exception as error:
+        refuse_bad_example(request)
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(
+            f"{type(request.model).__name__}.forward cannot be captured: {text}",
+            where=_line(error, request.model),
+            remedy="move what depends on the values of tensors or keeps state in Python into a submodule (it is then "
+            "kept whole), or replace it by tensor operations such as torch.where",
+        ) from error
+    return Capture(graph, specs[0], tracer.constants)
+
+
+def _line(error: BaseException, model: nn.Module) -> str | None:
+    """The user's line in the traceback with its text; else where the model's forward begins."""
+    line = error_line(error)
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    if line is None and code is not None:
+        line = Source(code.co_filename, code.co_firstlineno)
+    return None if line is None else line.with_text()

@@ -1,0 +1,77 @@
+"""What a front end is asked, and what it gives: one capture of the model in the mode that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import TreeSpec
+from ..errors import ArgumentError
+from ..signature import Signature
+from ..state import preserved
+from .source import error_line
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A model and one call of it.
+
+    Attributes:
+        kept: module path → why the module has to stay whole; a front end adds what it finds.
+    """
+
+    model: nn.Module
+    signature: Signature
+    inputs: Sequence[torch.Tensor]
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The inputs as leaves of their own."""
+        return [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args` and `kwargs` of the call."""
+        return self.signature.unflatten(self.leaves())
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A graph with flat tensor inputs and flat outputs whose targets are FQNs of the model.
+
+    Each node's ``meta`` has ``module_path``, ``source`` and ``child_call`` (see `NodeFacts`), and, for
+    ``call_module``, ``caller``: the module whose forward makes the call.
+
+    Attributes:
+        constants: what the graph reads that is no attribute of the model, by target.
+    """
+
+    graph: fx.Graph
+    out_spec: TreeSpec
+    constants: Mapping[str, Any]
+
+
+FrontEnd = Callable[[Request], Capture]
+
+
+def refuse_bad_example(request: Request) -> None:
+    """Where the model itself fails on the example, that is what is wrong.
+
+    Raises:
+        ArgumentError: names the user's line.
+    """
+    args, kwargs = request.arguments()
+    with preserved(request.model):
+        try:
+            request.model.forward(*args, **kwargs)
+        except Exception as error:
+            line = error_line(error)
+            text = (str(error).splitlines() or [""])[0]
+            raise ArgumentError(
+                f"{type(request.model).__name__} itself fails on the example: {type(error).__name__}: {text}",
+                where=str(line) if line else None,
+                remedy="give example_args that the model can be called with",
+            ) from error

@@ -1,0 +1,201 @@
+"""The second and third front end: `torch.export`, without and with its bytecode interpreter (non-strict, strict).
+
+Its graphs are flat (operators of aten and parameters), but it captures what the first front end cannot: numbers
+that are read from tensors, such as ``int(index.max())``, stay symbolic. The graph is taken over as it is, with
+the model's own Parameter objects; it is not unflattened, which would copy them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import METADATA_CHECKS, REGIONS, quiet_export, tree_flatten, tree_map, unflatten_outputs
+from ..errors import TraceError
+from ..graph import resolve
+from ..ir import Source
+from ..state import attributes_of, changed_attributes, preserved, python_random_state, same_python_random
+from .capture import Capture, Request
+from .source import is_the_users
+
+
+def exported(request: Request) -> Capture:
+    """``torch.export.export(strict=False)`` with every dimension dynamic."""
+    return _export(request, strict=False)
+
+
+def exported_strictly(request: Request) -> Capture:
+    """``torch.export.export(strict=True)`` with every dimension dynamic."""
+    return _export(request, strict=True)
+
+
+def _export(request: Request, *, strict: bool) -> Capture:
+    _refuse_side_effects(request)
+    args, kwargs = request.arguments()
+    bound = request.signature.signature.bind(*args, **kwargs)
+    shapes = {name: tree_map(_dynamic, value) for name, value in bound.arguments.items()}
+    try:
+        with quiet_export():
+            program = torch.export.export(
+                request.model,
+                args,
+                kwargs,
+                dynamic_shapes=shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            module = program.module(check_guards=False)
+    except Exception as error:
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise TraceError(
+            f"torch.export.export(strict={strict}) cannot capture {type(request.model).__name__}: "
+            f"{type(error).__name__}: {text}"
+        ) from error
+    return _Adopter(request, module).capture()
+
+
+def _refuse_side_effects(request: Request) -> None:
+    """What forward leaves behind in Python is not in an exported graph; buffers are."""
+    model = request.model
+    args, kwargs = request.arguments()
+    with preserved(model, parameters=True):
+        before = [(path, module, attributes_of(module)) for path, module in model.named_modules()]
+        drawn = python_random_state()
+        model.forward(*args, **kwargs)
+        for path, module, attributes in before:
+            for name in changed_attributes(module, attributes):
+                if name not in module._buffers:
+                    raise TraceError(f"torch.export would lose that {path or 'the model'} writes self.{name}")
+        if not same_python_random(drawn, python_random_state()):
+            raise TraceError("torch.export would bake in a random number of Python or NumPy")
+
+
+def _dynamic(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
+
+
+class _Adopter:
+    """Copies the graph of an exported module, which has a placeholder for each leaf of the arguments."""
+
+    def __init__(self, request: Request, module: fx.GraphModule) -> None:
+        self.request, self.module = request, module
+        self.graph = fx.Graph()
+        self.constants: dict[str, Any] = {}
+        self.names = {
+            id(t): n for n, t in (*request.model.named_buffers(), *request.model.named_parameters())
+        }
+        self.paths = dict(request.model.named_modules())
+        self.child_call, self.last_child = 0, ""
+
+    def capture(self) -> Capture:
+        """The graph under the model's FQNs."""
+        arguments = iter(self.request.signature.arguments)
+        leaves: list[Any] = []
+        for i in range(len(self.request.signature.names)):
+            if i in self.request.signature.constants:
+                leaves.append(self.request.signature.constants[i])
+            else:
+                name = next(arguments).placeholder
+                leaves.append(self.graph.create_node("placeholder", name, name=name))
+                leaves[-1].meta.update(module_path="", source=None, child_call=0)
+        results = self._copy(self.module, leaves)
+        flat, out_spec = tree_flatten(unflatten_outputs(self.module.graph, results))
+        self.graph.output(tuple(flat)).meta.update(module_path="", source=None, child_call=0)
+        _write_early(self.graph)
+        return Capture(self.graph, out_spec, self.constants)
+
+    def _copy(self, module: fx.GraphModule, operands: Sequence[Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        given = iter(operands)
+        for node in module.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return args[0]
+            elif node.op == "call_module" or node.target in METADATA_CHECKS:
+                continue  # the former compares sizes with the example's; the graph has assertions of its own
+            elif node.op == "get_attr":
+                values[node] = self._attribute(node, resolve(module, str(node.target)))
+            elif node.target in REGIONS:
+                context, count = REGIONS[node.target](*args)
+                with self._entered(node, context):
+                    values[node] = self._copy(args[count], args[count + 1 :])
+            elif node.target is operator.getitem and isinstance(args[0], tuple | list):
+                values[node] = args[0][args[1]]
+            else:
+                values[node] = self._create(node, node.op, node.target, args, kwargs)
+        raise AssertionError("a graph without output")
+
+    def _attribute(self, node: fx.Node, value: Any) -> Any:
+        if isinstance(value, fx.GraphModule):
+            return value  # a region; it is copied where it is called
+        if id(value) not in self.names:
+            self.names[id(value)] = f"constant_{len(self.constants)}"
+            self.constants[self.names[id(value)]] = value
+        return self._create(node, "get_attr", self.names[id(value)], (), {})
+
+    @contextlib.contextmanager
+    def _entered(self, node: fx.Node, context: tuple[Any, ...]) -> Iterator[None]:
+        made = self._create(node, "call_function", context[0], context[1:], {})
+        self._create(node, "call_method", "__enter__", (made,), {})
+        yield
+        self._create(node, "call_method", "__exit__", (made, None, None, None), {})
+
+    def _create(self, node: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        path = _module_path(node, self.paths)
+        child = path.split(".")[0]
+        self.child_call += bool(child and child != self.last_child)
+        self.last_child = child
+        name = node.name if op == node.op else None
+        copy = self.graph.create_node(op, target, args, kwargs, name=name)
+        copy.meta.update(module_path=path, source=_source(node), child_call=self.child_call)
+        return copy
+
+
+def _module_path(node: fx.Node, paths: dict[str, nn.Module]) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed([entry for entry in stack.values() if isinstance(entry, tuple)]):
+        plain = re.sub(r"^L\['self'\]\.?", "", str(path))
+        if plain in paths:
+            return plain
+    return ""
+
+
+def _source(node: fx.Node) -> Source | None:
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    lines = [Source(path, int(line)) for path, line in found if is_the_users(path)]
+    return lines[-1] if lines else None
+
+
+def _write_early(graph: fx.Graph) -> None:
+    """Move writes to buffers, which export puts at the end, to where their value is known."""
+    copies = [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]
+    for node in copies:
+        target, value = node.args[0], node.args[1]
+        if not isinstance(target, fx.Node) or not isinstance(value, fx.Node) or target.op != "get_attr":
+            continue
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        readers = [
+            user
+            for n in graph.nodes
+            if n.op == "get_attr" and n.target == target.target
+            for user in n.users
+            if user is not node
+        ]
+        last = max([value, target, *readers], key=order.__getitem__)
+        if order[last] < order[node] and not node.users:
+            last.append(node)
+            node.meta = {
+                **node.meta,
+                "module_path": last.meta["module_path"],
+                "child_call": last.meta["child_call"],
+            }
