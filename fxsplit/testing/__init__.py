@@ -1,5 +1,5 @@
 """Help for tests: is the split the model?"""
 
-from .equivalence import assert_equivalent, graphs_equal
+from .equivalence import assert_equivalent, differences, graphs_equal
 
-__all__ = ["assert_equivalent", "graphs_equal"]
+__all__ = ["assert_equivalent", "differences", "graphs_equal"]

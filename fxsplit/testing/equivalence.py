@@ -41,6 +41,14 @@ def assert_equivalent(
     Raises:
         VerifyError: names the first value that differs, and by how much.
     """
+    for name, what in differences(model, pipe, *args, atol=atol, rtol=rtol, **kwargs).items():
+        raise VerifyError(f"{name} differs: {what}", where=f"{pipe.plan!r}")
+
+
+def differences(
+    model: nn.Module, pipe: Pipeline, *args: Any, atol: float = 0.0, rtol: float = 0.0, **kwargs: Any
+) -> dict[str, str]:
+    """What `assert_equivalent` compares, as names of the values that differ → how."""
     eager, split = copy.deepcopy(model), copy.deepcopy(pipe)
     inputs = split.traced.signature.flatten(args, kwargs)
     with torch.random.fork_rng(devices=[]):
@@ -48,9 +56,11 @@ def assert_equivalent(
         found = _run_split(split, inputs)
         torch.set_rng_state(state)
         expected = _run_eager(eager, split, inputs)
-    for name, value in expected.items():
-        if not agree(found[name], value, rtol=rtol, atol=atol):
-            raise VerifyError(f"{name} differs: {difference(found[name], value)}", where=f"{split.plan!r}")
+    return {
+        name: difference(found[name], value)
+        for name, value in expected.items()
+        if not agree(found[name], value, rtol=rtol, atol=atol)
+    }
 
 
 def _leaves(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
