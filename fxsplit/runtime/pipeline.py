@@ -296,7 +296,8 @@ class Pipeline(nn.Module):
             homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
             if len(homes) == 1:
                 now = self.active
-                verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
+                with torch.enable_grad():
+                    verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
                 )

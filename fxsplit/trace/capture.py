@@ -47,11 +47,13 @@ class Capture:
 
     Attributes:
         constants: what the graph reads that is no attribute of the model, by target.
+        called: paths of the modules whose forward was run, also of those that did nothing.
     """
 
     graph: fx.Graph
     out_spec: TreeSpec
     constants: Mapping[str, Any]
+    called: tuple[str, ...] = ()
 
 
 FrontEnd = Callable[[Request], Capture]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,7 @@ def trace(
     asked = _asked_whole(model, leaf_modules)
     refused: dict[str, FxsplitError] = {}
     narrow: Traced | None = None
-    with TRACING, preserved(model, parameters=True):
+    with TRACING, preserved(model, parameters=True), torch.enable_grad():
         for name, front_end, request, captures in _attempts(
             Request(model, signature, inputs, asked), tracer, refused
         ):
@@ -105,38 +105,47 @@ Attempt = tuple[str, FrontEnd, Request, list[tuple[Capture, Modes]]]
 
 
 def _attempts(request: Request, tracer: Any, refused: dict[str, FxsplitError]) -> Iterator[Attempt]:
-    """What each front end captures, in the order in which it is to be tried; what fails is written into `refused`.
+    """What each front end captures, in the order in which it is to be tried; what fails is written into `refused`."""
 
-    The value-carrying tracer first runs the model as eager does. If something has to stay whole then because of the
-    values of tensors, it says to libraries that the model is being compiled, so that they leave out shortcuts; the
-    capture that keeps fewer parameters whole is tried first.
-    """
-    groups: list[dict[str, FrontEnd]] = [
-        {
-            "the value-carrying tracer": as_eager,
-            "the value-carrying tracer, saying is_compiling()": as_compiled,
-        },
-        {"torch.export": exported},
-        {"torch.export (strict)": exported_strictly},
-    ]
+    def attempt(name: str, front_end: FrontEnd, give_up: Callable[[Request], bool] = _never) -> list[Attempt]:
+        own = replace(request, kept=dict(request.kept))
+        try:
+            captures = in_both_modes(front_end, own, give_up)
+        except TraceError as error:
+            refused[name] = error
+            return []
+        return [(name, front_end, own, captures)] if captures else []
+
     if tracer is not None:
         given = GivenTracer(tracer)
-        groups = [{given.name: given}]
-    for group in groups:
-        found: list[tuple[int, Attempt]] = []
-        for name, front_end in group.items():
-            own = replace(request, kept=dict(request.kept))
-            try:
-                captures = in_both_modes(front_end, own)
-            except TraceError as error:
-                refused[name] = error
-                continue
-            whole = [request.model.get_submodule(path) for path in own.kept]
-            weight = sum(p.numel() for module in whole for p in module.parameters())
-            found.append((weight, (name, front_end, own, captures)))
-            if not any(BY_VALUE in why for why in own.kept.values()):
-                break
-        yield from (attempt for _, attempt in sorted(found, key=lambda pair: pair[0]))
+        yield from attempt(given.name, given)
+        return
+    # As eager, if that keeps nothing whole because of the values of tensors. Else as if compiled: libraries then
+    # leave out shortcuts. If that does not help either, what keeps fewer parameters whole comes first.
+    eager = attempt("the value-carrying tracer", as_eager, _reads_values)
+    yield from eager
+    if not eager:
+        compiled = attempt("the value-carrying tracer, as if compiled", as_compiled)
+        clean = [a for a in compiled if not _reads_values(a[2])]
+        yield from clean
+        if "the value-carrying tracer" not in refused:
+            eager = attempt("the value-carrying tracer", as_eager)
+        yield from sorted([*eager, *(() if clean else compiled)], key=lambda a: _parameters_kept(a[2]))
+    yield from attempt("torch.export", exported)
+    yield from attempt("torch.export (strict)", exported_strictly)
+
+
+def _never(request: Request) -> bool:
+    return False
+
+
+def _reads_values(request: Request) -> bool:
+    return any(BY_VALUE in why for why in request.kept.values())
+
+
+def _parameters_kept(request: Request) -> int:
+    whole = [request.model.get_submodule(path) for path in request.kept]
+    return sum(p.numel() for module in whole for p in module.parameters())
 
 
 def _kept_whole(front_end: FrontEnd, request: Request, error: BakedInError) -> list[tuple[Capture, Modes]]:
@@ -166,18 +175,19 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
         names = local_names(dict.fromkeys([*constants, *targets]))
         objects = {t: constants[t] if t in constants else resolve(model, t) for t in targets}
         try:
-            facts = find_facts(model, run_under(graph, names, objects), request.inputs)
+            module = run_under(graph, names, objects)
+            facts = find_facts(model, module, request.inputs)
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
             raise TraceError(
                 f"the graph that {name} made of {type(model).__name__} does not run: {text}"
             ) from error
-        _read_latest_names(graph, facts)
+        renamed = _read_latest_names(graph, facts)
         found.append(
             Traced(
                 graph=graph,
                 names=names,
-                module=run_under(graph, names, objects),
+                module=run_under(graph, names, objects) if renamed else module,
                 signature=request.signature,
                 out_spec=capture.out_spec,
                 facts=facts,
@@ -230,8 +240,13 @@ def _refuse_root(model: nn.Module) -> None:
         raise ModelError(f"the model ({kind}) {what}", remedy=instead)
 
 
-def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
-    """After ``b = a.add_(1)`` whoever read `a` reads `b`: the same object, and the order shows in the data flow."""
+def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> bool:
+    """After ``b = a.add_(1)`` whoever read `a` reads `b`: the same object, and the order shows in the data flow.
+
+    Returns:
+        Whether anything was changed.
+    """
+    renamed = False
     order = {node: i for i, node in enumerate(graph.nodes)}
     same: dict[str, str] = {}  # name → the first name of the same object
     for node in graph.nodes:
@@ -241,7 +256,11 @@ def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> None:
         same[node.name] = first = same.get(fact.returns, fact.returns)
         operand = next((o for o in node.all_input_nodes if same.get(o.name, o.name) == first), None)
         if operand is not None and fact.writes & facts[operand.name].storages:
-            operand.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
+            users = operand.replace_all_uses_with(
+                node, delete_user_cb=lambda user, n=node: order[user] > order[n]
+            )
+            renamed = renamed or bool(users)
+    return renamed
 
 
 def _read_attributes_where_used(graph: fx.Graph) -> None:

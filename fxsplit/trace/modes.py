@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +18,20 @@ from .capture import Capture, FrontEnd, Request
 Modes = tuple[bool, ...]
 
 
-def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, Modes]]:
+def in_both_modes(
+    front_end: FrontEnd, request: Request, give_up: Callable[[Request], bool] = lambda request: False
+) -> list[tuple[Capture, Modes]]:
     """Capture the model in train and in eval mode.
 
     Arguments that differ are read from the modules' flags at run time. A module that takes another path is kept
     whole; if that is the model itself, there is one capture for each mode. `request.kept` gains what was found.
 
+    Args:
+        give_up: asked whenever `request.kept` has grown.
+
     Returns:
         Captures, with the modes that each is right for; that of the model's own mode first. A mode in which the
-        example cannot be run (batch normalisation of a single row) is missing.
+        example cannot be run (batch normalisation of a single row) is missing. Nothing, if it gave up.
 
     Raises:
         TraceError: the model's own mode cannot be captured.
@@ -45,10 +50,14 @@ def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, 
                     module.training = mode
                 try:
                     found.append(front_end(request))
+                    if len(request.kept) > known:
+                        break
                 except (TraceError, ArgumentError):
                     if setting[0] == own[0]:
                         raise
         if len(request.kept) > known:
+            if give_up(request):
+                return []
             continue  # again from the start, so that names do not depend on what was tried
         if len(found) < len(settings):
             return [(found[0], (own[0],))]
@@ -58,7 +67,7 @@ def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, 
         with preserved(model):  # the same mode again: what differs now is not the mode's doing
             again = front_end(request)
         if structure(again.graph) != structure(first.graph):
-            parted = [p for p in _parted(first.graph, again.graph) if p not in request.kept]
+            parted = [p for p in _parted(first, again) if p not in request.kept]
             if not parted:
                 raise TraceError(
                     f"{type(model).__name__}.forward takes another path from one call to the next",
@@ -71,7 +80,7 @@ def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, 
         try:
             readers = read_mode_where_it_matters(model, first.graph, train.graph, evaluated.graph)
         except DifferentPathsError:
-            parted = [p for p in _parted(train.graph, evaluated.graph) if p not in request.kept]
+            parted = [p for p in _parted(train, evaluated) if p not in request.kept]
             if not parted:
                 return [(first, (own[0],)), (other, (not own[0],))]
             request.kept.update((path, "it reads self.training") for path in parted)
@@ -79,11 +88,11 @@ def in_both_modes(front_end: FrontEnd, request: Request) -> list[tuple[Capture, 
         return [(replace(first, constants={**first.constants, **readers}), (True, False))]
 
 
-def _parted(a: fx.Graph, b: fx.Graph) -> list[str]:
-    """The innermost modules whose own part of the two graphs differs; empty where it is the model itself."""
+def _parted(a: Capture, b: Capture) -> list[str]:
+    """The innermost modules whose own part of the two captures differs; empty where it is the model itself."""
     differing: list[str] = []
     for operands in (False, True):  # what else differs follows from the first
-        parts = [_parts(graph, operands) for graph in (a, b)]
+        parts = [_parts(capture, operands) for capture in (a, b)]
         both = {"", *(p for p in parts[0] if p in parts[1])}
         odd = [p for p in {**parts[0], **parts[1]} if parts[0].get(p) != parts[1].get(p)]
         # a module that one of them does not call at all is its caller's doing
@@ -107,7 +116,7 @@ def _first_line(graph: fx.Graph) -> str | None:
     return next((str(n.meta["source"]) for n in graph.nodes if n.meta["source"]), None)
 
 
-def _parts(graph: fx.Graph, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
+def _parts(capture: Capture, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
     """Per module path what its own forward does: operations and literal arguments, and what made the operands."""
 
     def plain(value: Any) -> Any:
@@ -115,8 +124,8 @@ def _parts(graph: fx.Graph, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
             return (value.op, value.target) if operands else "node"
         return value if isinstance(value, int | float | bool | str | slice) else type(value)
 
-    parts: dict[str, list[tuple[Any, ...]]] = {}
-    for node in graph.nodes:
+    parts: dict[str, list[tuple[Any, ...]]] = {path: [] for path in capture.called}
+    for node in capture.graph.nodes:
         path = node.meta["module_path"]
         if node.op == "call_module":
             path = node.meta["caller"]

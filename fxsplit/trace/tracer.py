@@ -120,6 +120,7 @@ class ValueTracer(TorchFunctionMode):
         self._random = python_random_state()
         self._stack: list[str] = [""]
         self._child_calls = 0
+        self.called: dict[str, None] = {}  # in order
         self._paused = False
         self._thread = threading.get_ident()
 
@@ -453,6 +454,7 @@ class ValueTracer(TorchFunctionMode):
         if path is None or path == "":
             return original(module, *args, **kwargs)
         self._child_calls += len(self._stack) == 1
+        self.called[path] = None
         reason = self.kept.get(path)
         if reason is None:
             reason = _why_opaque(module)

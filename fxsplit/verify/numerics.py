@@ -20,8 +20,14 @@ _FOREIGN = "leaves that are no parameters"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
 
+class ModelFailsError(Exception):
+    """The model itself does not run on these inputs."""
+
+
 def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequence[torch.Tensor]) -> None:
-    """Outputs, gradients, buffers and the state of the generator after one forward and backward.
+    """Outputs, gradients, buffers and the state of the generators after one forward and backward.
+
+    Under `torch.no_grad` there is no backward, and no gradients are compared.
 
     Args:
         split: what has to compute the same as `model` from flat inputs: the pipeline, or the traced graph.
@@ -30,7 +36,10 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
 
     Raises:
         VerifyError: names the first value that differs, and by how much.
+        ModelFailsError: the model cannot be run on `inputs`.
     """
+    # what writes to parameters is known; where nothing does, they are not copied
+    parameters = any(fact.stateful for fact in traced.facts.values())
 
     def call_model(values: Sequence[torch.Tensor]) -> list[Any]:
         args, kwargs = traced.signature.unflatten(values)
@@ -38,12 +47,15 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
 
     for last in (False, False, True):
         # The default generator is one for all threads: a thread that draws meanwhile makes two runs differ.
-        expected = _outcome(model, inputs, call_model)
-        found = _outcome(model, inputs, split)
+        try:
+            expected = _outcome(model, inputs, call_model, parameters)
+        except Exception as error:
+            raise ModelFailsError(str(error)) from error
+        found = _outcome(model, inputs, split, parameters)
         foreign = expected.pop(_FOREIGN)
         found.pop(_FOREIGN)
         if foreign:
-            _refuse_lasting(foreign, _outcome(model, inputs, call_model)[_FOREIGN])
+            _refuse_lasting(foreign, _outcome(model, inputs, call_model, parameters)[_FOREIGN])
         names = [*expected, *(n for n in found if n not in expected)]
         # Libraries take another kernel for the same numbers when they are captured (a causal flag, a mask).
         name = next((n for n in names if not agree(found.get(n), expected.get(n), of_largest=1e-4)), None)
@@ -59,8 +71,8 @@ def verify_numerics(model: nn.Module, traced: Traced, split: Run, inputs: Sequen
             )
 
 
-def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run) -> Outcome:
-    with preserved(model, parameters=True), torch.enable_grad():
+def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run, parameters: bool) -> Outcome:
+    with preserved(model, parameters=parameters):
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         values = list(run(leaves))
         outcome: Outcome = {f"output {i}": v.detach() if _is_tensor(v) else v for i, v in enumerate(values)}
