@@ -298,8 +298,11 @@ def test_compile_from_four_threads():
 
     def work():
         try:
-            for _ in range(10):
-                compiled(Outer(shapes), torch.randn(3, 4), stages=2)
+            for i in range(50):
+                model = Outer(shapes)
+                pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
+                if i % 10 == 0:
+                    assert_equivalent(model, pipe, torch.randn(3, 4))
         except BaseException as error:
             failures.append(error)
 
