@@ -91,8 +91,8 @@ def in_both_modes(
 def _parted(a: Capture, b: Capture) -> list[str]:
     """The innermost modules whose own part of the two captures differs; empty where it is the model itself."""
     differing: list[str] = []
-    for operands in (False, True):  # what else differs follows from the first
-        parts = [_parts(capture, operands) for capture in (a, b)]
+    for detail in ("operations", "literals", "operands"):  # what else differs follows from the first
+        parts = [_parts(capture, detail) for capture in (a, b)]
         both = {"", *(p for p in parts[0] if p in parts[1])}
         odd = [p for p in {**parts[0], **parts[1]} if parts[0].get(p) != parts[1].get(p)]
         # a module that one of them does not call at all is its caller's doing
@@ -116,12 +116,14 @@ def _first_line(graph: fx.Graph) -> str | None:
     return next((str(n.meta["source"]) for n in graph.nodes if n.meta["source"]), None)
 
 
-def _parts(capture: Capture, operands: bool) -> dict[str, list[tuple[Any, ...]]]:
-    """Per module path what its own forward does: operations and literal arguments, and what made the operands."""
+def _parts(capture: Capture, detail: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Per module path what its own forward does: its operations; also literal arguments; also what made the operands."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return (value.op, value.target) if operands else "node"
+            return (value.op, value.target) if detail == "operands" else "node"
+        if detail == "operations":
+            return None
         return value if isinstance(value, int | float | bool | str | slice) else type(value)
 
     parts: dict[str, list[tuple[Any, ...]]] = {path: [] for path in capture.called}
