@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree  # torch 2.13: the pytree that transformers and torch.export register with
 
 TreeSpec = _pytree.TreeSpec
+OpOverload = torch._ops.OpOverload  # torch 2.13
 
 
 class _Record:

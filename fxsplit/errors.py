@@ -73,6 +73,10 @@ class WorkerError(FxsplitError, RuntimeError):
     """A worker thread ended without finishing its part of the schedule."""
 
 
+class GuardError(FxsplitError, ValueError, AssertionError):
+    """The model would decide by a size in another way than it did when it was captured."""
+
+
 class SerializeError(FxsplitError, TypeError):
     """A pipeline was pickled; it is saved by plan and state_dict instead."""
 

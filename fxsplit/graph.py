@@ -9,6 +9,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
+from .code import StageModule
 from .compat import tree_flatten_with_paths, tree_unflatten
 from .ir import NodeFacts, Traced
 
@@ -67,8 +68,8 @@ def is_within(path: str, ancestor: str) -> bool:
 
 
 def bind(graph: fx.Graph, attributes: Mapping[str, Any], class_name: str) -> fx.GraphModule:
-    """A `GraphModule` of `graph` whose targets are these very objects (nothing is copied)."""
-    return fx.GraphModule(dict(attributes), graph, class_name)
+    """A `GraphModule` of `graph` whose targets are these very objects (nothing is copied), with code to be read."""
+    return StageModule(dict(attributes), graph, class_name)
 
 
 def run_under(graph: fx.Graph, names: Mapping[str, str], objects: Mapping[str, Any]) -> fx.GraphModule:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from .compat import TreeSpec, tree_leaves
+from .ops import guard
 from .signature import Signature
 
 
@@ -150,7 +151,7 @@ class Traced:
         """What is the same in every call: decisions by sizes, arguments that are no tensors, tensors made of numbers."""
         found = []
         for node in self.graph.nodes:
-            if node.op == "call_function" and node.target is torch._assert:
+            if node.target is guard:
                 found.append(f"{_written_out(node.args[0])} {self._at(node)}")
         for i, value in self.signature.constants.items():
             if value is not None:
@@ -223,7 +224,6 @@ class Stage:
         random: whether it draws from the random number generator.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.
-        sources: name of a value → the user's line, as the code shows it.
     """
 
     index: int
@@ -239,16 +239,14 @@ class Stage:
     random: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""
-    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def code(self) -> str:
         """The Python source that runs, with a header that says where it stands."""
-        parts = [_with_sources(self.module.code.strip(), self.sources)]
+        parts = [self.module.code.strip()]
         for name, region in self.module.named_children():
             if isinstance(region, fx.GraphModule):
-                body = _with_sources(region.code.strip(), self.sources)
-                parts.append(f"# {name}: recomputed in backward\n{body}")
+                parts.append(f"# {name}: recomputed in backward\n{region.code.strip()}")
         return self.header + "\n" + "\n\n".join(parts) + "\n"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -324,15 +322,3 @@ def _written_out(value: Any) -> str:
     if value.target is len:
         return f"len({value.args[0]})"
     return value.name
-
-
-def _with_sources(code: str, sources: Mapping[str, str]) -> str:
-    """`code` with the user's line as a comment above each run of statements that comes from it."""
-    lines, last = [], ""
-    for line in code.splitlines():
-        source = sources.get(line.split("=", 1)[0].strip(), "") if line.startswith("    ") else ""
-        if source and source != last:
-            lines.append(f"    # {source}")
-            last = source
-        lines.append(line)
-    return "\n".join(lines)

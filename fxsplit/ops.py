@@ -1,6 +1,6 @@
-"""The two names of fxsplit that generated code may call: `transfer` and `checkpoint`.
+"""The names of fxsplit that generated code may call: `transfer`, `checkpoint` and `guard`.
 
-Both record themselves as a node when they meet an fx Proxy, so that a stage can be traced or pickled again.
+The first two record themselves as a node when they meet an fx Proxy, so that a stage can be traced or pickled again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .compat import tree_map
-from .errors import GradientError
+from .errors import GradientError, GuardError
 
 
 def transfer(value: Any, device: torch.device) -> Any:
@@ -23,6 +23,19 @@ def transfer(value: Any, device: torch.device) -> Any:
     if isinstance(value, fx.Proxy):
         return value.tracer.create_proxy("call_function", transfer, (value, device), {})
     return tree_map(lambda leaf: _moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def guard(holds: Any, line: str) -> None:
+    """The model decided by a size when it was captured; it has to decide in the same way in every call.
+
+    Raises:
+        GuardError: it does not; `line` is the user's.
+    """
+    if not holds:
+        raise GuardError(
+            f"{line} takes another path than when the model was captured",
+            remedy="call with sizes like those of the example, or compile again with an example like this one",
+        )
 
 
 Crossing = tuple[torch.Tensor, torch.Tensor]

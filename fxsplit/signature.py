@@ -46,6 +46,7 @@ class Signature:
     names: tuple[str, ...]  # of every leaf, tensors and constants
     arguments: tuple[Argument, ...]
     constants: Mapping[int, Any]  # leaf index → value, for leaves that are not tensors
+    given: tuple[int, tuple[str, ...]]  # how many arguments the example gave by position, and which by name
 
     @classmethod
     def of_example(cls, forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
@@ -74,7 +75,7 @@ class Signature:
                 where=f"example_args={tuple(args)!r}, example_kwargs={dict(kwargs)!r}",
                 remedy="fxsplit.compile(model, plan, example_args=(x,)) with x as the model takes it",
             )
-        return cls(signature, spec, names, tuple(arguments), constants)
+        return cls(signature, spec, names, tuple(arguments), constants, (len(args), tuple(kwargs)))
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The flat tensor inputs of this call, in the order of `arguments`.
@@ -107,11 +108,17 @@ class Signature:
         return tensors
 
     def unflatten(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args` and `kwargs` of `forward` with these values in place of the tensor inputs."""
+        """`args` and `kwargs` of `forward`, given as in the example, with these values in place of the tensor inputs.
+
+        What the example left to its default is left to it: a decorator may tell that from the default given.
+        """
         values = iter(tensors)
         leaves = [self.constants[i] if i in self.constants else next(values) for i in range(len(self.names))]
         bound = inspect.BoundArguments(self.signature, tree_unflatten(leaves, self.spec))
-        return bound.args, bound.kwargs
+        count, by_name = self.given
+        args, kwargs = bound.args, bound.kwargs
+        named = dict(zip(self.signature.parameters, args, strict=False))
+        return args[:count], {name: kwargs[name] if name in kwargs else named[name] for name in by_name}
 
 
 def _bind(

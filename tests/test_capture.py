@@ -425,7 +425,7 @@ def test_a_name_for_a_value_that_is_changed_in_place():
 def test_a_custom_function_in_the_model_itself_keeps_its_backward():
     model = Net(lambda m, x: m.b(Scaled.apply(m.a(x), 2.0)))
     pipe = compiled(model, stages=3)
-    assert "Scaled_apply(a, 2.0)" in pipe[0].code + pipe[1].code + pipe[2].code
+    assert "Scaled.apply(" in pipe[0].code + pipe[1].code + pipe[2].code
     right_in_both_modes(model, pipe, 1, 5)
     assert_equivalent(model, copy.deepcopy(pipe), torch.randn(3, 4))
 

@@ -76,12 +76,12 @@ def test_units_keep_in_place_writes_with_what_they_write_to():
     traced = trace(ResNet(), (torch.randn(2, 3, 8, 8),), {})
     names = [n.name for n in traced.graph.nodes if n.op in ("call_module", "call_function", "call_method")]
     groups = [names[u.start : u.end] for u in find_units(traced)]
-    assert ["layer1_0_bn2", "add_", "layer1_0_relu_1"] in groups
+    assert ["layer1_0_bn2", "out", "layer1_0_relu_1"] in groups
     assert [
         "layer2_0_bn2",
         "layer2_0_downsample_0",
         "layer2_0_downsample_1",
-        "add__2",
+        "out_2",
         "layer2_0_relu_1",
     ] in groups
     assert ["stem_1", "stem_2"] in groups and ["stem_0"] in groups

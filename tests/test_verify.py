@@ -173,7 +173,7 @@ def test_damage_in_a_checkpoint_region_is_caught():
 
 
 def test_transfers_to_the_wrong_device_and_for_nothing_are_caught():
-    for device, said in (("cuda:3", "moves 'add_2' to cuda:3"), ("cuda:0", "moves 'add_2' to cuda:0")):
+    for device, said in (("cuda:3", "moves 'out' to cuda:3"), ("cuda:0", "moves 'out' to cuda:0")):
         model, traced, program = made("gpt", fxsplit.Plan(device_map=MAPS["gpt"]))
         node = nodes(program, "call_function", transfer, 1)[0]
         node.args = (node.args[0], torch.device(device))

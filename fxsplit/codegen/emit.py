@@ -52,7 +52,6 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
             random=any(fact.random for fact in facts),
             modules=modules,
             header=_header(model, part, len(parts), devices, made_by, modules, parameters),
-            sources={n.name: f.source.short for n, f in zip(part.nodes, facts, strict=True) if f.source},
         )
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")

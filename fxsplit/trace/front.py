@@ -24,6 +24,7 @@ from .capture import Capture, FrontEnd, Request
 from .exported import exported, exported_strictly
 from .facts import find_facts
 from .modes import Modes, in_both_modes
+from .naming import with_the_users_names
 from .tracer import BY_VALUE
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
@@ -163,7 +164,7 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
     """The captures with the facts of their nodes; the second one is for the other mode."""
     model, found = request.model, []
     for capture, modes in captures:
-        graph = capture.graph
+        graph = with_the_users_names(capture.graph)
         _read_attributes_where_used(graph)
         if not any(node.op in ("call_module", "call_function", "call_method") for node in graph.nodes):
             raise ModelError(

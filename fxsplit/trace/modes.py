@@ -187,13 +187,19 @@ def read_mode_where_it_matters(
         if name[0].isdigit():
             name = f"layer_{name}"
         readers[name] = ModuleMode(path, resolve(model, path))
-        with graph.inserting_before(node):
+
+        def select(choice: _Choice, node: fx.Node = node, name: str = name) -> fx.Node:
             holder = graph.create_node("get_attr", name)
-            training = graph.call_function(getattr, (holder, "training"))
-            for new in (holder, training):
+            made = [holder, graph.call_function(getattr, (holder, "training"))]
+            if (choice.train, choice.eval) != (True, False):
+                made.append(graph.call_function(operator.getitem, ((choice.eval, choice.train), made[-1])))
+            for new in made:
                 new.meta.update(node.meta)
-            node.args = _chosen(args, graph, training, rows[0])
-            node.kwargs = _chosen(kwargs, graph, training, rows[0])
+            return made[-1]
+
+        with graph.inserting_before(node):
+            node.args = _chosen(args, select, rows[0])
+            node.kwargs = _chosen(kwargs, select, rows[0])
     return readers
 
 
@@ -226,22 +232,16 @@ def _merge(
     return found[-1]
 
 
-def _chosen(value: Any, graph: fx.Graph, training: fx.Node, nodes: list[fx.Node]) -> Any:
+def _chosen(value: Any, select: Callable[[_Choice], fx.Node], nodes: list[fx.Node]) -> Any:
     """The inverse of `_merge`, with a node that selects for each choice."""
     if isinstance(value, tuple) and value and value[0] is fx.Node:
         return nodes[value[1]]
     if isinstance(value, list):
         kind, *items = value
-        made = [_chosen(item, graph, training, nodes) for item in items]
+        made = [_chosen(item, select, nodes) for item in items]
         if kind is slice:
             return slice(*made)
         return kind(*made) if hasattr(kind, "_fields") else kind(made)
     if isinstance(value, dict):
-        return {key: _chosen(item, graph, training, nodes) for key, item in value.items()}
-    if isinstance(value, _Choice):
-        if (value.train, value.eval) == (True, False):
-            return training
-        selected = graph.call_function(operator.getitem, ((value.eval, value.train), training))
-        selected.meta.update(training.meta)
-        return selected
-    return value
+        return {key: _chosen(item, select, nodes) for key, item in value.items()}
+    return select(value) if isinstance(value, _Choice) else value

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import sdpa_switches, storage_key, tree_leaves
+from ..ops import guard
 from ..state import (
     attributes_of,
     changed_attributes,
@@ -376,14 +377,18 @@ class ValueTracer(TorchFunctionMode):
 
     def _guard(self, function: Callable[..., bool], a: Any, b: Any) -> None:
         operands = tuple(self._argument(v) for v in (a, b))
+        if operands[0] is operands[1]:
+            return  # a size is as large as itself
         known = self._guards.get((function, operands))
         if known is not None and known not in self._erased:
             return
         line = user_line()
         condition = self._create("call_function", function, (a, b), {})
-        text = f"{line.short if line else 'the model'} took another path when it was captured: compile again with an example like this one"
         self._guards[function, operands] = self._create(
-            "call_function", torch._assert, (condition_number(condition, self), text), {}
+            "call_function",
+            guard,
+            (condition_number(condition, self), line.short if line else "the model"),
+            {},
         )
 
     def _guard_count(
