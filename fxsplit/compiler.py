@@ -17,12 +17,12 @@ from .graph import output_names, output_values, region_modules
 from .ir import Assignment, Program, Traced
 from .partition.assign import partition
 from .plan import Plan
+from .proof.numerics import verify_numerics
+from .proof.structure import verify_structure
 from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
 from .state import preserved
 from .trace.front import TRACING, trace
-from .verify.numerics import verify_numerics
-from .verify.structure import verify_structure
 
 
 def compile(

@@ -154,13 +154,43 @@ def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph[int]
     return quotient
 
 
+def is_context(node: fx.Node) -> bool:
+    """Whether the value is a context such as ``torch.no_grad()``: it is entered and left, and never travels."""
+    return any(user.op == "call_method" and user.target == "__exit__" for user in node.users)
+
+
+def enters(node: fx.Node) -> fx.Node | None:
+    """The context that `node` enters; ``torch.set_grad_enabled`` is entered when it is made."""
+    if node.target is torch.set_grad_enabled:
+        return node
+    if node.op == "call_method" and node.target == "__enter__" and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def leaves(node: fx.Node) -> fx.Node | None:
+    """The context that `node` leaves."""
+    is_exit = node.op == "call_method" and node.target == "__exit__"
+    return node.args[0] if is_exit and isinstance(node.args[0], fx.Node) else None
+
+
+def open_contexts(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """Entry i: the contexts that are open before ``nodes[i]``, outermost first; the last entry: after the last node."""
+    found: list[tuple[fx.Node, ...]] = [()]
+    for node in nodes:
+        entered, left = enters(node), leaves(node)
+        now = found[-1] if entered is None else (*found[-1], entered)
+        found.append(tuple(c for c in now if c is not left))
+    return found
+
+
 def context_spans(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """First and last position of each context (no_grad, autocast) that is entered and left among `nodes`."""
+    """First and last position of each context (no_grad, autocast) that is made and left among `nodes`."""
     position = {node: i for i, node in enumerate(nodes)}
     return [
-        (position[node.args[0]], position[node])
+        (position[context], position[node])
         for node in nodes
-        if node.op == "call_method" and node.target == "__exit__" and isinstance(node.args[0], fx.Node)
+        if (context := leaves(node)) is not None and context in position
     ]
 
 

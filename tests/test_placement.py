@@ -12,9 +12,9 @@ import fxsplit
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import transfer
 from fxsplit.partition.assign import partition
+from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
-from fxsplit.verify.structure import verify_structure
 from tests.models import build
 
 MAPS = {

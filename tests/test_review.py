@@ -65,14 +65,28 @@ def test_grad_mode_regions_hold_whatever_the_caller_has_on():
     assert pipe.model.b.weight.grad is None
 
 
-def test_a_region_is_not_cut():
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_region_that_is_cut_is_entered_again(checkpoint):
     def forward(self, x):
-        with torch.no_grad():
-            y = self.b(self.a(x))
-        return x + self.a(y)
+        h = self.a(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                y = self.b(h) * 2
+                y = self.a(y) + 1
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                z = self.b(y + h).relu()
+            z = self.a(z)
+        return x + z.float()
 
-    with pytest.raises(errors.PartitionError, match="no_grad"):
-        compiled(made(forward), cut=["b"])
+    model = made(forward)
+    for stages in range(2, 9):
+        pipe = compiled(model, stages=stages, checkpoint=checkpoint)
+        assert_equivalent(model, pipe, X)
+        assert_equivalent(model, copy.deepcopy(pipe), X)
+        with torch.no_grad():
+            assert torch.equal(pipe(X), model(X))
+    assert sum("with torch.no_grad():" in stage.code for stage in pipe) > 1
+    assert sum("with torch.autocast(" in stage.code for stage in pipe) > 2
 
 
 def test_a_tensor_attribute_that_forward_changes():

@@ -10,8 +10,8 @@ import fxsplit
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import checkpoint, transfer
 from fxsplit.partition.assign import partition
+from fxsplit.proof.structure import inline, verify_structure
 from fxsplit.trace.front import trace
-from fxsplit.verify.structure import inline, verify_structure
 from tests.models import MODELS, build
 from tests.test_placement import MAPS
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..graph import context_spans
+from ..graph import context_spans, enters, is_context, leaves
 from ..ir import Traced
 
 
@@ -28,6 +28,7 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int,
             writers.setdefault(storage, []).append(i)
     arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
     apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful}
+    apart |= _cut_contexts(nodes)
     spans = context_spans(nodes)
     while True:
         run_of = _number_runs(len(nodes), apart)
@@ -55,6 +56,21 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int,
             runs.append((start, i))
             start = None
     return [run for run in runs if any(nodes[i].op != "get_attr" for i in range(*run))]
+
+
+def _cut_contexts(nodes: Sequence[fx.Node]) -> set[int]:
+    """Positions that enter or leave a context whose other end is in another stage."""
+    here = set(nodes)
+    left = {leaves(node) for node in nodes}
+    found = set()
+    for i, node in enumerate(nodes):
+        context = leaves(node)
+        if context is not None and context not in here:
+            found.add(i)
+        made = enters(node) if enters(node) is not None else node if is_context(node) else None
+        if made is not None and made not in left:
+            found.add(i)
+    return found
 
 
 def _number_runs(count: int, apart: set[int]) -> list[int]:

@@ -10,7 +10,15 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..graph import bind, device_constants, module_paths, output_values
+from ..graph import (
+    bind,
+    compute_nodes,
+    device_constants,
+    enters,
+    module_paths,
+    open_contexts,
+    output_values,
+)
 from ..ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
 from .checkpoints import checkpoint_runs
@@ -72,6 +80,10 @@ class _StageWriter:
     ) -> None:
         self.traced, self.part, self.devices, self.made_by, self.names = traced, part, devices, made_by, names
         self.attributes: dict[str, object] = {}
+        every = compute_nodes(traced.graph)
+        contexts = open_contexts(every)
+        first = every.index(part.nodes[0])
+        self.open = contexts[first], contexts[first + len(part.nodes)]
 
     def write(self, checkpoints: bool) -> fx.GraphModule:
         graph = fx.Graph()
@@ -83,6 +95,8 @@ class _StageWriter:
             if self._crosses(node):
                 name = f"{node.name}_{str(device).replace(':', '_')}"
                 values[node] = graph.create_node("call_function", transfer, (values[node], device), name=name)
+        for context in self.open[0]:
+            self._enter_again(graph, values, context)
         nodes = self.part.nodes
         runs = checkpoint_runs(self.traced, nodes) if checkpoints else []
         position = 0
@@ -93,8 +107,20 @@ class _StageWriter:
             position = end
         for node in nodes[position:]:
             self._copy(graph, values, self.attributes, node)
+        for context in reversed(self.open[1]):
+            left = graph.call_method("__exit__", (values[context], None, None, None))
+            left.meta["again"] = True
         graph.output(_bare_if_single([values[n] for n in self.part.outputs]))
         return bind(graph, self.attributes, f"Stage{self.part.index}")
+
+    def _enter_again(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], context: fx.Node) -> None:
+        """A stage that begins inside of a context enters it as the model did; the stage before has left it."""
+        self._copy(graph, values, self.attributes, context)
+        made = [values[context]]
+        if enters(context) is None:
+            made.append(graph.call_method("__enter__", (values[context],)))
+        for node in made:
+            node.meta["again"] = True
 
     def _crosses(self, node: fx.Node) -> bool:
         here = self.devices[self.part.index]

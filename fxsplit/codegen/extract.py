@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..graph import compute_nodes, output_values
+from ..graph import compute_nodes, is_context, output_values
 from ..ir import Assignment, Traced
 
 
@@ -32,11 +32,17 @@ def extract(traced: Traced, assignment: Assignment) -> tuple[Part, ...]:
     parts = []
     for index, nodes in enumerate(by_stage):
         inside = set(nodes)
-        read = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
+        read = {
+            operand
+            for node in nodes
+            for operand in node.all_input_nodes
+            if operand not in inside and not is_context(operand)
+        }
         given = [
             n
             for n in nodes
-            if n in results or any(user not in inside and user.op != "output" for user in n.users)
+            if not is_context(n)
+            and (n in results or any(user not in inside and user.op != "output" for user in n.users))
         ]
         parts.append(Part(index, tuple(nodes), tuple(sorted(read, key=order.__getitem__)), tuple(given)))
     return tuple(parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from ..graph import compute_nodes, context_spans
+from ..graph import compute_nodes, enters
 from ..ir import Traced
 
 
@@ -24,7 +24,7 @@ class Bond:
     """Why the program may not be cut between positions `first` and `last`.
 
     `writer` is the node that writes in place to a value that both ends can see; None for a parameter and
-    its reader, and for a context.
+    its reader, and for a context and its entry.
     """
 
     first: int
@@ -36,7 +36,7 @@ def bonds(traced: Traced) -> list[Bond]:
     """What may not be separated.
 
     * A parameter or buffer and the node that reads it.
-    * What runs inside ``with torch.no_grad():`` or another context.
+    * A context (no_grad, autocast) and the node that enters it. It may be cut later: the next stage enters it again.
     * A value and everything that touches its storage until the last in-place write to it. After that write
       its contents are final, and another stage may read it. Storage that outlives the call (the model's
       buffers, the caller's inputs) has no final write: all that touch it stay together.
@@ -48,7 +48,10 @@ def bonds(traced: Traced) -> list[Bond]:
         for node in nodes
         if node.op == "get_attr" and node.users
     ]
-    found += [Bond(first, last, None) for first, last in context_spans(nodes)]
+    for i, node in enumerate(nodes):
+        context = enters(node)
+        if context is not None and context is not node:
+            found.append(Bond(position[context], i, None))
     touching: dict[int, list[int]] = {}
     writers: dict[int, list[int]] = {}
     lasting: set[int] = set()

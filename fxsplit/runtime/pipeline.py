@@ -18,9 +18,9 @@ from ..errors import ArgumentError, MoveError, SerializeError
 from ..graph import bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
+from ..proof.numerics import verify_numerics
+from ..proof.structure import RULES, verify_structure
 from ..report.tables import stage_table
-from ..verify.numerics import verify_numerics
-from ..verify.structure import RULES, verify_structure
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .hooks import call_with_hooks

@@ -11,8 +11,8 @@ from torch import fx, nn
 from ..batch import BatchDims
 from ..errors import TraceError, VerifyError
 from ..ir import Traced
+from ..proof.numerics import ModelFailsError, verify_numerics
 from ..state import preserved
-from ..verify.numerics import ModelFailsError, verify_numerics
 
 
 class BakedInError(TraceError):

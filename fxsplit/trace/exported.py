@@ -155,7 +155,7 @@ class _Adopter:
         child = path.split(".")[0]
         self.child_call += bool(child and child != self.last_child)
         self.last_child = child
-        name = node.name if op == node.op else None
+        name = node.name if op == node.op and target is node.target else None
         copy = self.graph.create_node(op, target, args, kwargs, name=name)
         copy.meta.update(module_path=path, source=_source(node), child_call=self.child_call)
         return copy
