@@ -4,7 +4,7 @@ from . import errors, testing
 from .compiler import compile
 from .ir import Assignment, Program, Stage, Traced
 from .plan import Plan
-from .runtime.pipeline import Pipeline
+from .runtime.pipeline import Pipeline, verify
 from .runtime.schedule import Action, Schedule
 
 __version__ = "0.1.0"
@@ -20,4 +20,5 @@ __all__ = [
     "compile",
     "errors",
     "testing",
+    "verify",
 ]

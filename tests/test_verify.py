@@ -139,10 +139,10 @@ DAMAGE = {
     swap_two_modules: "own-objects",
     copy_a_module: "own-objects",
     swap_two_nodes: "defined-before-use",
-    swap_stages: "same-graph",
-    skip_a_stage: "same-graph",
-    change_the_output: "same-graph",
-    drop_the_models_output: "same-graph",
+    swap_stages: "interface",
+    skip_a_stage: "interface",
+    change_the_output: "interface",
+    drop_the_models_output: "interface",
 }
 
 
@@ -157,7 +157,7 @@ def test_damage_is_caught(damage):
 def test_swapped_inputs_are_caught():
     model, traced, program = made("unet")
     swap_inputs_of_a_stage(program)
-    with pytest.raises(fxsplit.errors.VerifyError, match="same-graph"):
+    with pytest.raises(fxsplit.errors.VerifyError, match="interface"):
         verify_structure(model, traced, program)
 
 

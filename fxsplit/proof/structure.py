@@ -166,8 +166,8 @@ def _interface(model: nn.Module, traced: Traced, program: Program) -> Found:
             if len(stage.outputs) == 1:
                 values[node] = stage.outputs[0]
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            outputs = stages[str(node.args[0].target)].outputs
-            values[node] = outputs[node.args[1]]
+            outputs = dict(enumerate(stages[str(node.args[0].target)].outputs))
+            values[node] = outputs.get(node.args[1], "?")
     if called != [s.index for s in program.stages]:
         yield Violation(f"stages are called in the order {called}")
     results = program.root.graph.output_node().args[0]
@@ -378,12 +378,12 @@ def _text(model: nn.Module, traced: Traced, program: Program) -> Found:
 RULES = (
     Rule("defined-before-use", "a value is computed before it is read", _defined),
     Rule("complete", "every operation of the model is in one stage", _complete),
+    Rule("interface", "the runtime hands values over by the names that the stages declare", _interface),
     Rule(
         "same-graph",
         "the stages put together must be the traced graph: operations, targets, arguments, order of effects",
         _same_graph,
     ),
-    Rule("interface", "the runtime hands values over by the names that the stages declare", _interface),
     Rule(
         "contexts",
         "a stage that begins inside of no_grad or autocast enters it again, and leaves it",

@@ -390,6 +390,18 @@ class Pipeline(nn.Module):
         )
 
 
+def verify(pipe: Pipeline) -> str:
+    """Prove that the pipeline is the model: every rule of the program, and the numbers on the example.
+
+    Returns:
+        A line for each rule, with the reason that it is one.
+
+    Raises:
+        VerifyError: names the rule, the node and the user's line, or the first number that differs.
+    """
+    return pipe.verify()
+
+
 class _Guarded(Runner):
     """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward."""
 
