@@ -90,7 +90,8 @@ class StageModule(fx.GraphModule):
         exec(compile(text.code, name, "exec"), scope)
         linecache.cache[name] = (len(text.code), None, text.code.splitlines(keepends=True), name)
         # every GraphModule has a class of its own
-        type(self).text, type(self).forward = text, scope["forward"]  # type: ignore[attr-defined]
+        kind: Any = type(self)
+        kind.text, kind.forward, kind.printed = text, scope["forward"], (_fingerprint(self.graph), text.code)
 
     @property
     def code(self) -> str:
@@ -98,11 +99,23 @@ class StageModule(fx.GraphModule):
         text: Text = type(self).text  # type: ignore[attr-defined]
         return text.code
 
+    def is_current(self) -> bool:
+        """Whether the text is that of the graph as it is now."""
+        kind: Any = type(self)
+        fingerprint, code = kind.printed
+        return bool(
+            code == self.code and (fingerprint == _fingerprint(self.graph) or code == write(self.graph).code)
+        )
+
     def __reduce__(self) -> Any:
         return fx.GraphModule(self, self.graph, type(self).__name__).__reduce__()
 
 
 _NUMBERS = itertools.count()
+
+
+def _fingerprint(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    return [(n.op, n.name, n.target, n.args, n.kwargs) for n in graph.nodes]
 
 
 class _Writer:
