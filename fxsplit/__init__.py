@@ -3,7 +3,7 @@
 from . import errors, testing
 from .compiler import compile
 from .ir import Assignment, Program, Stage, Traced
-from .plan import Plan
+from .plan import Budget, Plan
 from .runtime.pipeline import Pipeline, verify
 from .runtime.schedule import Action, Schedule
 
@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "Assignment",
+    "Budget",
     "Pipeline",
     "Plan",
     "Program",

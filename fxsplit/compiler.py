@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .batch import BatchDims
+from .codegen.checkpoints import chosen_runs
 from .codegen.emit import generate
 from .errors import ArgumentError, PlanError
 from .graph import output_names, output_values, region_modules
@@ -97,7 +98,7 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
     assignment = partition(model, traced, plan, inputs)
     _check_devices(assignment)
-    program = generate(model, traced, assignment, checkpoints=plan.checkpoint != "never")
+    program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, inputs))
     verify_structure(model, traced, program)
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merges = _merges(model, traced, plan, dims, inputs)

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .code import StageModule
 from .compat import tree_flatten_with_paths, tree_unflatten
-from .ir import NodeFacts, Traced
+from .ir import NodeFacts, Stage, Traced
 
 COMPUTE = ("call_module", "call_function", "call_method", "get_attr")
 
@@ -208,6 +208,20 @@ def module_paths(facts: Mapping[str, NodeFacts], names: Sequence[str]) -> tuple[
     paths = [facts[name].module_path for name in names]
     inner = [path for path in paths if path] or paths
     return (inner[0], inner[-1]) if inner else ("", "")
+
+
+def region_runs(stage: Stage) -> list[tuple[int, int]]:
+    """The recomputed regions of a stage as runs ``[start, end)`` of its nodes."""
+    place = {name: i for i, name in enumerate(stage.nodes)}
+    runs = []
+    for region in region_modules(stage.module):
+        inside = [
+            place[n.name]
+            for n in region.graph.nodes
+            if n.name in place and n.op not in ("placeholder", "output")
+        ]
+        runs.append((min(inside), max(inside) + 1))
+    return runs
 
 
 def region_modules(module: fx.GraphModule) -> Iterator[fx.GraphModule]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from .errors import PlanError, did_you_mean
 
@@ -18,6 +20,36 @@ SCHEDULES = ("gpipe",)
 CHECKPOINTS = ("always", "except_last", "never")
 
 DeviceLike = str | int | torch.device
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many bytes of activations each device may keep for backward, recomputation included.
+
+    Args:
+        nbytes: a number of bytes, or a string such as ``"2GiB"``, ``"512 MiB"`` or ``"1.5GB"``. It is for one batch
+            like the example, with all its micro-batches; parameters, gradients and optimizer state come on top.
+
+    Raises:
+        PlanError: it is not a positive size.
+    """
+
+    nbytes: int
+
+    def __init__(self, nbytes: int | str) -> None:
+        match = (
+            re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(nbytes))
+            if isinstance(nbytes, str)
+            else None
+        )
+        if match is not None and match.group(2).upper() in _UNITS:
+            nbytes = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
+            raise PlanError(f"Budget({nbytes!r}) is not a size", remedy='Budget("2GiB") or Budget(2 * 2**30)')
+        object.__setattr__(self, "nbytes", nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +83,10 @@ class Plan:
     Args:
         micro_batches: the number of micro-batches that a batch is split into, at most.
         schedule: ``"gpipe"`` (Huang et al., 2019).
-        checkpoint: which micro-batches keep no activations and recompute them in backward: ``"always"``,
-            ``"except_last"`` or ``"never"`` (torchgpipe's three modes).
+        checkpoint: what is not kept for backward but computed again: everything, of the micro-batches
+            ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes); or, in all of them, the modules
+            of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as
+            it takes to keep the activations of each device within a `Budget`.
         replicas: how many workers run each stage; micro-batch i runs on worker i mod `replicas`. Replicas
             on one device share the parameters.
         batch_dims: ``{argument name: dimension or None}`` for tensors whose batch dimension is not found
@@ -70,7 +104,7 @@ class Plan:
     devices: DeviceLike | Sequence[DeviceLike] | None = None
     micro_batches: int = 1
     schedule: str = "gpipe"
-    checkpoint: str = "never"
+    checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int = 1
     batch_dims: Mapping[str, int | None] | None = None
 
@@ -78,7 +112,7 @@ class Plan:
         self._one_way_to_cut()
         self._check_choice("cost", COSTS)
         self._check_choice("schedule", SCHEDULES)
-        self._check_choice("checkpoint", CHECKPOINTS)
+        self._check_checkpoint()
         for field in ("micro_batches", "replicas"):
             _check_positive(field, getattr(self, field))
         if self.cost != "params" and self.ways_to_cut() != ["stages"]:
@@ -163,6 +197,19 @@ class Plan:
                 resolved[path] = _device(where, device)
         self._set("device_map", resolved)
 
+    def _check_checkpoint(self) -> None:
+        value = self.checkpoint
+        if isinstance(value, list | tuple) and value and all(isinstance(path, str) for path in value):
+            self._set("checkpoint", tuple(value))
+        elif isinstance(value, str):
+            self._check_choice("checkpoint", CHECKPOINTS)
+        elif not isinstance(value, Budget) and not callable(value):
+            raise PlanError(
+                f"checkpoint={value!r} is no policy",
+                remedy='"always", "except_last", "never", ["h.4", "h.5"], a function (path, module) -> bool, '
+                'or fxsplit.Budget("2GiB")',
+            )
+
     def _check_devices(self) -> None:
         if isinstance(self.devices, DeviceLike):
             self._set("devices", _device("devices", self.devices))
@@ -224,6 +271,13 @@ class Plan:
         plain: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, Budget):
+                value = {"budget": value.nbytes}
+            elif callable(value):
+                raise PlanError(
+                    f"{field.name}= is a function, which is not written to a file",
+                    remedy="name the modules: checkpoint=[path for path, m in model.named_modules() if ...]",
+                )
             if value is not None:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
@@ -235,6 +289,9 @@ class Plan:
         for name in fields:
             if name not in known:
                 raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
+        policy = fields.get("checkpoint")
+        if isinstance(policy, Mapping) and set(policy) == {"budget"}:
+            fields = {**fields, "checkpoint": Budget(policy["budget"])}
         return cls(**fields)
 
     def save(self, path: str | os.PathLike[str]) -> None:

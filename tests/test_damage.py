@@ -12,6 +12,7 @@ from torch import fx, nn
 
 import fxsplit
 from fxsplit.code import StageModule
+from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
 from fxsplit.graph import compute_nodes, region_modules
 from fxsplit.ops import checkpoint, transfer
@@ -70,7 +71,12 @@ class Subject:
         self.traced = trace(self.model, tuple(self.inputs), {})
         self.plan = self.chance.choice(PLANS)
         assignment = partition(self.model, self.traced, self.plan, self.inputs)
-        self.program = generate(self.model, self.traced, assignment, checkpoints=seed % 2 == 0)
+        runs = (
+            chosen_runs(self.model, self.traced, assignment, self.plan, self.inputs)
+            if seed % 2 == 0
+            else None
+        )
+        self.program = generate(self.model, self.traced, assignment, runs)
         verify_structure(self.model, self.traced, self.program)
 
     def modules(self):
@@ -432,9 +438,7 @@ def cut_between_a_write_and_its_reader(s):
     write = next(i for i, n in enumerate(nodes) if n.target == "sub_")
     bounds = [[n.name for n in nodes[:write]], [n.name for n in nodes[write:]]]
     assignment = partition(s.model, s.traced, fxsplit.Plan(stages=2), s.inputs)
-    s.program = generate(
-        s.model, s.traced, replace(assignment, stages=tuple(map(tuple, bounds))), checkpoints=False
-    )
+    s.program = generate(s.model, s.traced, replace(assignment, stages=tuple(map(tuple, bounds))))
 
 
 def run_another_text(s):

@@ -29,7 +29,7 @@ def stages_of(name, plan):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
     assignment = partition(model, traced, plan, batch(4))
-    program = generate(model, traced, assignment, checkpoints=False)
+    program = generate(model, traced, assignment)
     verify_structure(model, traced, program)
     return model, batch, traced, program
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxsplit
+from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import checkpoint, transfer
 from fxsplit.partition.assign import partition
@@ -21,7 +22,9 @@ PLANS = [fxsplit.Plan(stages=3), fxsplit.Plan(stages=2)]
 def made(name="gpt", plan=PLANS[0], checkpoints=False):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
-    program = generate(model, traced, partition(model, traced, plan, batch(4)), checkpoints=checkpoints)
+    plan = plan.replace(checkpoint="always" if checkpoints else "never")
+    assignment = partition(model, traced, plan, batch(4))
+    program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, batch(4)))
     return model, traced, program
 
 

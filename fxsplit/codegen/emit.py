@@ -21,18 +21,20 @@ from ..graph import (
 )
 from ..ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
-from .checkpoints import checkpoint_runs
+from .checkpoints import Runs
 from .extract import Part, extract
 
 
-def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkpoints: bool) -> Program:
+def generate(
+    model: nn.Module, traced: Traced, assignment: Assignment, regions: Sequence[Runs] | None = None
+) -> Program:
     """Generate the stages and the root.
 
     *Requires* an assignment of every node. *Ensures* that the stages, put back into one graph without
     transfer and checkpoint nodes, are the traced graph (`verify` proves it).
 
     Args:
-        checkpoints: whether the stages get checkpoint regions.
+        regions: per stage the runs of its nodes that become checkpoint regions; by default none.
     """
     parts = extract(traced, assignment)
     names = traced.names
@@ -41,7 +43,7 @@ def generate(model: nn.Module, traced: Traced, assignment: Assignment, *, checkp
     stages = []
     for part in parts:
         writer = _StageWriter(traced, part, devices, made_by, names)
-        module = writer.write(checkpoints)
+        module = writer.write(regions[part.index] if regions is not None else [])
         facts = [traced.facts[n.name] for n in part.nodes]
         parameters = tuple(dict.fromkeys(p for fact in facts for p in fact.parameters))
         used = dict.fromkeys(str(n.target) for n in part.nodes if n.op in ("call_module", "get_attr"))
@@ -85,7 +87,7 @@ class _StageWriter:
         first = every.index(part.nodes[0])
         self.open = contexts[first], contexts[first + len(part.nodes)]
 
-    def write(self, checkpoints: bool) -> fx.GraphModule:
+    def write(self, runs: Runs) -> fx.GraphModule:
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         device = self.devices[self.part.index]
@@ -98,7 +100,6 @@ class _StageWriter:
         for context in self.open[0]:
             self._enter_again(graph, values, context)
         nodes = self.part.nodes
-        runs = checkpoint_runs(self.traced, nodes) if checkpoints else []
         position = 0
         for number, (start, end) in enumerate(runs):
             for node in nodes[position:start]:

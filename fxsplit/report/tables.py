@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
 from ..ir import Assignment, Program, Traced
-from ..plan import Plan
+from ..plan import Budget, Plan
 
 
 def stage_table(
@@ -49,7 +50,7 @@ def stage_table(
     lines = [tabulate(rows, headers="keys", disable_numparse=True)]
     lines.append(
         f"weighed by {assignment.cost}; {plan.schedule} with {plan.micro_batches} micro-batches, "
-        f"{plan.replicas} replica{'s' if plan.replicas != 1 else ''}, checkpoint {plan.checkpoint}; "
+        f"{plan.replicas} replica{'s' if plan.replicas != 1 else ''}, checkpoint {_policy(plan.checkpoint)}; "
         f"predicted bubble {bubble:.1%}"
     )
     lines += [f"kept whole: {path} ({why})" for path, why in traced.kept_whole.items()]
@@ -70,3 +71,11 @@ def _bytes(count: int) -> str:
 
 def _share(load: float, loads: Sequence[float]) -> str:
     return f"{load / sum(loads):.1%}" if sum(loads) else "0.0%"
+
+
+def _policy(checkpoint: Any) -> str:
+    if isinstance(checkpoint, tuple):
+        return ", ".join(checkpoint)
+    if isinstance(checkpoint, Budget):
+        return f"within {checkpoint.nbytes:_} bytes a device"
+    return "by a function" if callable(checkpoint) else str(checkpoint)

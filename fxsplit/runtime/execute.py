@@ -48,7 +48,7 @@ class Call:
         parameters: dict[str, nn.Parameter],
         *,
         grad: bool,
-        checkpoint: str,
+        checkpoint: Any,
         context: Context,
         serial: bool,
     ) -> None:
@@ -219,7 +219,7 @@ class Call:
     def _is_recomputed(self, micro_batch: int) -> bool:
         if self.checkpoint == "except_last":
             return micro_batch < len(self.chunks) - 1
-        return self.checkpoint == "always"
+        return bool(self.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
 
     @contextlib.contextmanager
     def _random_numbers(self, stage: Stage, i: int, *, recomputed: bool = False) -> Iterator[None]:

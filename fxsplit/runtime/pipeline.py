@@ -14,8 +14,9 @@ from torch import nn
 
 from ..batch import BatchDims
 from ..compat import tree_unflatten
+from ..cost.saved import Live, live_bytes, measured_saved
 from ..errors import ArgumentError, MoveError, SerializeError
-from ..graph import bind, is_within, region_modules, resolve
+from ..graph import bind, is_within, region_modules, region_runs, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
@@ -310,6 +311,28 @@ class Pipeline(nn.Module):
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         idle = bubble(self.schedule, dependencies(self.program, in_turn=frozenset()), self.assignment.loads)
         return stage_table(self.plan, self.traced, self.assignment, self.program, sizes, idle)
+
+    def memory(self) -> dict[torch.device, Live]:
+        """Per device the bytes of activations that a batch like the example keeps for backward, by simulation.
+
+        What autograd keeps is measured once on the example; parameters, buffers and arguments are not counted.
+        """
+        with self._lock:
+            saved = measured_saved(self.model, self.traced, self._example_now())
+        order = {n.name: n for n in self.traced.graph.nodes}
+        found: dict[torch.device, Live] = {}
+        for device in dict.fromkeys(self.devices):
+            here = [s for s in self.stages if s.device == device]
+            stages = [[order[name] for name in stage.nodes] for stage in here]
+            regions = [region_runs(stage) for stage in here]
+            count = self.plan.micro_batches
+            found[device] = live_bytes(saved, stages, regions, count)
+            if self.plan.checkpoint == "except_last":
+                plain = live_bytes(saved, stages, [[] for _ in here], count).kept // count
+                again = found[device]
+                kept = again.kept * (count - 1) // count + plain
+                found[device] = Live(kept, max(kept, again.peak - again.kept + kept))
+        return found
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
