@@ -3,6 +3,7 @@
 from . import errors, testing
 from .compiler import compile
 from .ir import Assignment, Program, Stage, Traced
+from .loading import load
 from .plan import Budget, Plan
 from .runtime.pipeline import Pipeline, verify
 from .runtime.schedule import Action, Schedule
@@ -20,6 +21,7 @@ __all__ = [
     "Traced",
     "compile",
     "errors",
+    "load",
     "testing",
     "verify",
 ]

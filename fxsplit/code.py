@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import itertools
 import keyword
 import linecache
@@ -499,6 +500,35 @@ def _public_names() -> dict[int, str]:
             if callable(value) and not isinstance(value, types.ModuleType):
                 found.setdefault(id(value), f"{prefix}.{name}")
     return found
+
+
+def name_of(value: Any) -> str | None:
+    """``module:qualified.name`` under which a function or class can be imported again; None if there is none."""
+    own = getattr(value, "__name__", "?")
+    if getattr(builtins, own, None) is value:
+        return f"builtins:{own}"
+    public = _public_names().get(id(value))
+    if public is not None:
+        space, _, rest = public.partition(".")
+        return f"{_SPACES[space][1]}:{rest}"
+    if isinstance(value, OpOverload):
+        return f"torch:ops.{value}"
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not module or not qualified or "<" in qualified or module == "__main__":
+        return None
+    try:
+        return f"{module}:{qualified}" if resolve_name(f"{module}:{qualified}") is value else None
+    except (ImportError, AttributeError):
+        return None
+
+
+def resolve_name(name: str) -> Any:
+    """The inverse of `name_of`."""
+    module, _, qualified = name.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in qualified.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def _import_of(value: Any, name: str) -> str | None:

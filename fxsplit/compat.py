@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import logging
 import warnings
@@ -45,6 +46,14 @@ class _RecordType:
             dict.clear(template)
         return cls(type(value), keys, template)
 
+    @classmethod
+    def named(cls, module: str, qualified: str, keys: Sequence[str]) -> _RecordType:
+        """The type with this name; its constructor is not called."""
+        kind: Any = importlib.import_module(module)
+        for part in qualified.split("."):
+            kind = getattr(kind, part)
+        return cls(kind, tuple(keys), kind.__new__(kind))
+
     def values_of(self, value: Any) -> list[Any]:
         found = [
             dict.__getitem__(value, k) if isinstance(value, dict) else getattr(value, k) for k in self.keys
@@ -77,6 +86,8 @@ _pytree.register_pytree_node(  # torch 2.13; the public one has no keys
     _flatten_record,
     lambda values, kind: kind.build(values),
     serialized_type_name="fxsplit.Record",
+    to_dumpable_context=lambda kind: [kind.cls.__module__, kind.cls.__qualname__, list(kind.keys)],
+    from_dumpable_context=lambda row: _RecordType.named(*row),
     flatten_with_keys_fn=_flatten_record_with_keys,
 )
 
@@ -118,6 +129,22 @@ def tree_flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
 def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     """The inverse of `tree_flatten`."""
     return _pytree.tree_unflatten(list(leaves), spec)
+
+
+def spec_to_text(spec: TreeSpec) -> str:
+    """A structure as JSON text."""
+    return _pytree.treespec_dumps(spec)  # torch 2.13
+
+
+def spec_from_text(text: str) -> TreeSpec:
+    """The inverse of `spec_to_text`; the classes in it have to be imported."""
+    return _pytree.treespec_loads(text)  # torch 2.13
+
+
+def classes_in(spec: TreeSpec) -> list[type]:
+    """The classes that a structure is made of."""
+    own = spec.context.cls if isinstance(spec.context, _RecordType) else spec.type
+    return [own] * (own is not None) + [c for child in spec.children() for c in classes_in(child)]
 
 
 def tree_leaves(tree: Any) -> list[Any]:

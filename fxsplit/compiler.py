@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from .batch import BatchDims
 from .codegen.checkpoints import chosen_runs
 from .codegen.emit import generate
 from .errors import ArgumentError, PlanError
-from .graph import output_names, output_values, region_modules
+from .graph import output_names, output_values
 from .ir import Assignment, Program, Traced
 from .partition.assign import partition
+from .place import place
 from .plan import Plan
 from .proof.numerics import verify_numerics
 from .proof.structure import verify_structure
@@ -90,7 +90,7 @@ def compile(
             _verify_split(pipe, inputs)
         for placed in (pipe, pipe.other_mode):
             if placed is not None:
-                _place(model, placed.program)
+                place(model, placed.program)
         return pipe
 
 
@@ -182,51 +182,3 @@ def _merges(
             stacklevel=3,
         )
     return merges
-
-
-def _place(model: nn.Module, program: Program) -> None:
-    """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same.
-
-    All copies are made before the first one is put in place: out of memory, nothing has changed.
-    """
-    moved: list[Callable[[], None]] = []
-    for stage in program.stages:
-        for module in (stage.module, *region_modules(stage.module)):
-            for name, constant in module._buffers.items():
-                if name not in stage.paths and constant is not None and constant.device != stage.device:
-                    moved.append(
-                        functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
-                    )
-        for fqn in stage.paths.values():
-            owner_path, _, leaf = fqn.rpartition(".")
-            owner = model.get_submodule(owner_path)
-            value = getattr(owner, leaf)
-            holders = list(value.modules()) if isinstance(value, nn.Module) else [owner]
-            for holder in holders:
-                for table in (holder._parameters, holder._buffers):
-                    keys = list(table) if isinstance(value, nn.Module) else [leaf]
-                    moved += [
-                        _mover(table, key, stage.device)
-                        for key in keys
-                        if _is_elsewhere(table.get(key), stage.device)
-                    ]
-    for put in moved:
-        put()
-
-
-def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:
-    return tensor is not None and tensor.device != torch.empty(0, device=device).device
-
-
-def _mover(table: dict[str, Any], key: str, device: torch.device) -> Callable[[], None]:
-    tensor = table[key]
-    copy, grad = tensor.data.to(device), None if tensor.grad is None else tensor.grad.to(device)
-
-    def put() -> None:
-        if isinstance(tensor, nn.Parameter):
-            tensor.data = copy
-            tensor.grad = grad
-        else:
-            table[key] = copy
-
-    return put

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
 from ..report.tables import stage_table
+from ..saving.save import save_code
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .hooks import call_with_hooks
@@ -279,6 +281,22 @@ class Pipeline(nn.Module):
         print(text)
         return text
 
+    def save_code(self, folder: str | os.PathLike[str]) -> None:
+        """Write the stages as an importable package of plain modules, which `fxsplit.load` makes a pipeline of again.
+
+        No pickle, no value of a parameter (save ``pipe.state_dict()``), no path of this machine; the same bytes in
+        every process.
+
+        Raises:
+            SerializeError: the program has a function or constant that no file can name; nothing has been written.
+        """
+        save_code(self, folder)
+
+    @property
+    def mate(self) -> Pipeline | None:
+        """The pipeline of the other mode, if the model needs one."""
+        return self.other_mode
+
     def verify(self) -> str:
         """Prove again that the program is the traced graph, and compare the numbers with the model's.
 
@@ -409,7 +427,7 @@ class Pipeline(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializeError(
             "a Pipeline is not pickled: it would run code when loaded",
-            remedy="save pipe.plan.save(path) and torch.save(pipe.state_dict(), path), and compile again",
+            remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
 
 

@@ -1,0 +1,61 @@
+"""Move parameters and buffers to the devices of their stages, in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .graph import region_modules
+from .ir import Program
+
+
+def place(model: nn.Module, program: Program) -> None:
+    """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same.
+
+    All copies are made before the first one is put in place: out of memory, nothing has changed.
+    """
+    moved: list[Callable[[], None]] = []
+    for stage in program.stages:
+        for module in (stage.module, *region_modules(stage.module)):
+            for name, constant in module._buffers.items():
+                if name not in stage.paths and constant is not None and constant.device != stage.device:
+                    moved.append(
+                        functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
+                    )
+        for fqn in stage.paths.values():
+            owner_path, _, leaf = fqn.rpartition(".")
+            owner = model.get_submodule(owner_path)
+            value = getattr(owner, leaf)
+            holders = list(value.modules()) if isinstance(value, nn.Module) else [owner]
+            for holder in holders:
+                for table in (holder._parameters, holder._buffers):
+                    keys = list(table) if isinstance(value, nn.Module) else [leaf]
+                    moved += [
+                        _mover(table, key, stage.device)
+                        for key in keys
+                        if _is_elsewhere(table.get(key), stage.device)
+                    ]
+    for put in moved:
+        put()
+
+
+def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:
+    return tensor is not None and tensor.device != torch.empty(0, device=device).device
+
+
+def _mover(table: dict[str, Any], key: str, device: torch.device) -> Callable[[], None]:
+    tensor = table[key]
+    copy, grad = tensor.data.to(device), None if tensor.grad is None else tensor.grad.to(device)
+
+    def put() -> None:
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = copy
+            tensor.grad = grad
+        else:
+            table[key] = copy
+
+    return put

@@ -1,0 +1,236 @@
+"""`save_code`: write a pipeline as an importable package of plain modules and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from ..batch import BatchDims
+from ..code import StageModule
+from ..compat import classes_in, spec_to_text
+from ..errors import SerializeError
+from ..graph import ModuleMode, output_values, region_runs
+from ..ir import Assignment, NodeFacts, Program, Stage, Traced
+from ..plan import Plan
+from .skeleton import describe
+from .values import CannotEncodeError, encode, encode_signature
+
+FORMAT = 1
+
+
+class Saved(Protocol):
+    """What of a `Pipeline` is written."""
+
+    model: nn.Module
+    plan: Plan
+    traced: Traced
+    assignment: Assignment
+    program: Program
+    dims: BatchDims
+    merges: list[Any]
+    example: list[torch.Tensor]
+
+    @property
+    def mate(self) -> Saved | None:
+        """The pipeline of the other mode."""
+
+
+def save_code(pipe: Saved, folder: str | os.PathLike[str]) -> None:
+    """Write the stages as Python files that can be read, diffed and imported, and what `load` needs as JSON.
+
+    Values of parameters are not written: save ``pipe.state_dict()``. The files are the same in every process, and
+    hold no path of this machine.
+
+    Raises:
+        SerializeError: the program has a function or constant that no file can name; nothing has been written then.
+    """
+    files = {"program.json": json.dumps(_program(pipe), indent=1, sort_keys=True) + "\n"}
+    for prefix, one in (("", pipe), ("other_mode_", pipe.mate)):
+        for stage in one.program.stages if one is not None else ():
+            files[f"{prefix}stage_{stage.index}.py"] = source(stage)
+    files["__init__.py"] = _package(pipe)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for stale in (*target.glob("stage_*.py"), *target.glob("other_mode_stage_*.py")):
+        if stale.name not in files:
+            stale.unlink()
+    for name, text in files.items():
+        (target / name).write_text(text, encoding="utf-8")
+
+
+def source(stage: Stage) -> str:
+    """The file of one stage: a class that takes the model, and a class for each region that is recomputed.
+
+    Raises:
+        SerializeError: its code calls a function that cannot be imported.
+    """
+    regions = [(name, r) for name, r in stage.module.named_children() if isinstance(r, StageModule)]
+    texts = [(f"Stage{stage.index}", stage.module), *((_class_name(stage, name), r) for name, r in regions)]
+    imports = {"import torch", "from torch import nn"}
+    classes = []
+    for name, module in texts:
+        text = type(module).text  # type: ignore[attr-defined]
+        for word, value in text.names.items():
+            if word not in text.imports:
+                raise SerializeError(
+                    f"stage {stage.index} calls {getattr(value, '__qualname__', value)!r}, which cannot be imported",
+                    remedy="define it at the top level of a module, not in a function or in __main__",
+                )
+            imports.add(text.imports[word])
+        lines = [f"class {name}(nn.Module):", "    def __init__(self, model):", "        super().__init__()"]
+        if module is not stage.module:
+            lines.append(
+                f"        self.meta = {{'random': {module.meta['random']}, 'writes': {module.meta['writes']}}}"
+            )
+        for target in dict.fromkeys(
+            str(n.target) for n in module.graph.nodes if n.op in ("call_module", "get_attr")
+        ):
+            lines.append(f"        {_binding(stage, module, target)}")
+        body = "".join(f"    {line}\n" if line else "\n" for line in text.code.splitlines())
+        classes.append("\n".join(lines) + "\n\n" + body)
+    ordered = sorted(imports, key=lambda line: (not line.startswith("import"), line))
+    summary = "\n".join(line.removeprefix("# ") for line in stage.header.splitlines())
+    return (
+        f'"""{summary.splitlines()[0]}\n\n{summary}\n"""\n\n'
+        + "\n".join(ordered)
+        + "\n\n\n"
+        + "\n\n".join(classes)
+    )
+
+
+def _class_name(stage: Stage, region: str) -> str:
+    return f"Stage{stage.index}{''.join(part.capitalize() for part in region.split('_'))}"
+
+
+def _binding(stage: Stage, module: fx.GraphModule, name: str) -> str:
+    value = getattr(module, name)
+    if isinstance(value, fx.GraphModule) and name not in stage.paths:
+        return f"self.{name} = {_class_name(stage, name)}(model)"
+    if isinstance(value, ModuleMode):
+        return f'self.__dict__["{name}"] = model.get_submodule("{value.path}")  # only its mode is read'
+    if name not in stage.paths:
+        return f"self.register_buffer({name!r}, {_literal(value)}, persistent=False)"
+    fqn = stage.paths[name]
+    if isinstance(value, nn.Module):
+        return f'self.{name} = model.get_submodule("{fqn}")'
+    owner, _, leaf = fqn.rpartition(".")
+    return f'self.{name} = model.get_submodule("{owner}").{leaf}' if owner else f"self.{name} = model.{leaf}"
+
+
+def _literal(tensor: torch.Tensor) -> str:
+    """A constant of the program as Python."""
+    return f"torch.tensor({tensor.detach().cpu().tolist()!r}, dtype={tensor.dtype})"
+
+
+def _package(pipe: Saved) -> str:
+    numbers = [stage.index for stage in pipe.program.stages]
+    names = ", ".join(f"Stage{i}" for i in numbers)
+    lines = [
+        f'"""{type(pipe.model).__name__} in {len(numbers)} stages, written by fxsplit.',
+        "",
+        "fxsplit.load(folder, model) gives the pipeline; Stage0(model) is the first stage alone.",
+        '"""',
+        "",
+        *(f"from .stage_{i} import Stage{i}" for i in numbers),
+        "",
+        f"STAGES = ({names},)" if len(numbers) == 1 else f"STAGES = ({names})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _program(pipe: Saved) -> dict[str, Any]:
+    data = {"format": FORMAT, "torch": torch.__version__.split("+")[0], "plan": _plan(pipe)}
+    try:
+        data["graph"] = _graph(pipe)
+        data["other_mode"] = None if pipe.mate is None else _graph(pipe.mate)
+    except CannotEncodeError as error:
+        raise SerializeError(
+            f"the pipeline cannot be saved: {error.what}",
+            remedy="define functions and classes at the top level of a module, and return plain structures",
+        ) from error
+    data["model"] = describe(pipe.model, pipe.traced)
+    return data
+
+
+def _plan(pipe: Saved) -> dict[str, Any]:
+    plan = pipe.plan
+    if callable(plan.checkpoint):
+        plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
+    return plan.to_dict()
+
+
+def _graph(pipe: Saved) -> dict[str, Any]:
+    traced, assignment = pipe.traced, pipe.assignment
+    signature = traced.signature
+    modules = {c.__module__ for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)}
+    return {
+        "imports": sorted(m for m in modules if m not in ("builtins", "collections")),
+        "signature": encode_signature(signature.signature),
+        "spec": spec_to_text(signature.spec),
+        "names": list(signature.names),
+        "given": [signature.given[0], list(signature.given[1])],
+        "arguments": [
+            [a.name, a.placeholder, a.argument, encode(a.dtype), encode(a.device), a.dim]
+            for a in signature.arguments
+        ],
+        "argument_constants": [[i, encode(v)] for i, v in sorted(signature.constants.items())],
+        "example": [[list(x.shape), encode(x.dtype), x.requires_grad] for x in pipe.example],
+        "out_spec": spec_to_text(traced.out_spec),
+        "nodes": [_node(node, traced) for node in traced.graph.nodes],
+        "outputs": [encode(v) for v in output_values(traced.graph)],
+        "constants": {name: _constant(value) for name, value in sorted(traced.constants.items())},
+        "local_names": dict(traced.names),
+        "front_end": traced.front_end,
+        "kept_whole": dict(traced.kept_whole),
+        "modes": list(traced.modes),
+        "stages": [list(names) for names in assignment.stages],
+        "devices": [str(d) for d in assignment.devices],
+        "loads": list(assignment.loads),
+        "cost": assignment.cost,
+        "regions": [region_runs(stage) for stage in pipe.program.stages],
+        "batch_dims": list(pipe.dims.dims),
+        "merges": [[m.how, m.dim] for m in pipe.merges],
+    }
+
+
+def _constant(value: Any) -> Any:
+    return {"mode": value.path} if isinstance(value, ModuleMode) else encode(value)
+
+
+def _node(node: fx.Node, traced: Traced) -> dict[str, Any]:
+    if node.op == "output":
+        return {"op": "output"}
+    target = encode(node.target) if node.op == "call_function" else str(node.target)
+    row = {"op": node.op, "name": node.name, "target": target, "facts": _facts(traced.facts[node.name])}
+    if node.op not in ("placeholder", "get_attr"):
+        row["args"], row["kwargs"] = encode(tuple(node.args)), encode(dict(node.kwargs))
+    meta = {key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None}
+    source = node.meta.get("source")
+    if source is not None:
+        meta["source"] = [os.path.basename(source.path), source.line]
+    return {**row, "meta": meta}
+
+
+def _facts(fact: NodeFacts) -> dict[str, Any]:
+    try:
+        value = encode(fact.value)
+    except CannotEncodeError:
+        value = None
+    return {
+        "module_path": fact.module_path,
+        "child_call": fact.child_call,
+        "value": value,
+        "storages": sorted(fact.storages),
+        "writes": sorted(fact.writes),
+        "lasting": sorted(fact.lasting),
+        "parameters": list(fact.parameters),
+        "buffers": list(fact.buffers),
+        "stateful": fact.stateful,
+        "returns": fact.returns,
+        "random": fact.random,
+    }

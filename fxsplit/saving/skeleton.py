@@ -1,0 +1,158 @@
+"""A model without its classes' constructors: modules described as plain attributes, to be filled from a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..code import name_of, resolve_name
+from ..compat import tree_leaves, tree_unflatten
+from ..errors import SerializeError
+from ..graph import is_within
+from ..ir import Traced
+from .values import CannotEncodeError, decode, encode
+
+_OWN = frozenset(vars(nn.Module()))  # what every module has
+
+
+def describe(model: nn.Module, traced: Traced) -> dict[str, Any]:
+    """The modules, parameters and buffers of `model`, without the values that a state_dict has.
+
+    Modules that the program calls have their class and plain attributes; of those that were inlined only the
+    place in the tree is needed.
+    """
+    graphs = [traced] if traced.other_mode is None else [traced, traced.other_mode]
+    called = {str(n.target) for g in graphs for n in g.graph.nodes if n.op == "call_module"}
+    persistent = set(model.state_dict(keep_vars=True))
+    first: dict[int, str] = {}
+    tensors = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for leaf, tensor in table.items():
+                name = f"{path}.{leaf}" if path else leaf
+                if tensor is None:
+                    tensors.append([name, "none", kind])
+                    continue
+                known = first.setdefault(id(tensor), name)
+                row: list[Any] = [name, kind, known if known != name else None, tensor.requires_grad]
+                row.append(None if name in persistent or known in persistent else encode(tensor))
+                tensors.append(row)
+    modules = []
+    objects: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = objects.setdefault(id(module), path)
+        whole = any(is_within(path, c) for c in called)
+        modules.append(
+            [path, known if known != path else None, module.training, _described(module) if whole else None]
+        )
+    plain = [
+        [f"{path}.{key}" if path else key, encode(value)]
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    return {"name": type(model).__name__, "modules": modules, "tensors": tensors, "attributes": plain}
+
+
+def _described(module: nn.Module) -> dict[str, Any]:
+    name = name_of(type(module))
+    if name is None:
+        return {"why_not": f"{type(module).__qualname__} cannot be imported"}
+    attributes = {}
+    for key, value in vars(module).items():
+        if key in _OWN or isinstance(value, torch.Tensor):
+            continue
+        try:
+            attributes[key] = encode(value)
+        except CannotEncodeError as error:
+            return {"why_not": f"its attribute {key!r}: {error.what}"}
+    if module._forward_hooks or module._forward_pre_hooks:
+        return {"why_not": "it has hooks"}
+    return {"class": name, "attributes": attributes}
+
+
+class Skeleton(nn.Module):
+    """The tree of a model, without its forward: that of the program takes its place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.__dict__["_shown"], self.__dict__["program"] = name, None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the traced graph computes, in one piece."""
+        traced: Traced = self.__dict__["program"].for_mode(self.training)
+        inputs = traced.signature.flatten(args, kwargs)
+        return tree_unflatten(tree_leaves(list(traced.module(*inputs))), traced.out_spec)
+
+    def _get_name(self) -> str:
+        return str(self.__dict__["_shown"])
+
+
+def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The modules that `describe` described, with the values of a state_dict.
+
+    Raises:
+        SerializeError: a module can be had from the model only, or the state_dict does not fit.
+    """
+    root = Skeleton(data["name"])
+    made: dict[str, nn.Module] = {"": root}
+    for path, same_as, training, described in data["modules"]:
+        if path:
+            owner, _, leaf = path.rpartition(".")
+            made[path] = made[same_as] if same_as is not None else _made(path, described)
+            made[owner]._modules[leaf] = made[path]
+        made[path].training = training
+    missing = []
+    tensors: dict[str, torch.Tensor] = {}
+    for name, kind, *row in data["tensors"]:
+        owner, _, leaf = name.rpartition(".")
+        table = made[owner]._parameters if "parameter" in (kind, *row) else made[owner]._buffers
+        if kind == "none":
+            table[leaf] = None
+            continue
+        same_as, requires_grad, stored = row
+        if same_as is not None:
+            table[leaf] = tensors[same_as]  # type: ignore[assignment]
+            continue
+        value = decode(stored) if stored is not None else state_dict.get(name)
+        if value is None:
+            missing.append(name)
+            continue
+        value = value.detach().clone()
+        tensors[name] = nn.Parameter(value, requires_grad) if kind == "parameter" else value
+        table[leaf] = tensors[name]  # type: ignore[assignment]
+        if stored is not None and kind == "buffer":
+            made[owner]._non_persistent_buffers_set.add(leaf)
+    extra = [
+        name
+        for name in state_dict
+        if name not in {row[0] for row in data["tensors"]} and "_extra_state" not in name
+    ]
+    if missing or extra:
+        raise SerializeError(
+            f"the state_dict does not fit: missing {missing[:3]}, unknown {extra[:3]}",
+            remedy="give the state_dict of the model that was saved",
+        )
+    for name, value in data["attributes"]:
+        owner, _, leaf = name.rpartition(".")
+        made[owner].__dict__[leaf] = decode(value)
+    return root
+
+
+def _made(path: str, described: Mapping[str, Any] | None) -> nn.Module:
+    if described is None:
+        return nn.Module()
+    if "why_not" in described:
+        raise SerializeError(
+            f"{path!r} cannot be made from a state_dict: {described['why_not']}",
+            remedy="fxsplit.load(folder, model) with the model itself",
+        )
+    kind: Any = resolve_name(described["class"])
+    module: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for key, value in described["attributes"].items():
+        module.__dict__[key] = decode(value)
+    return module
