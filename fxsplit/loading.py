@@ -63,7 +63,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | Mapping[str, torch.T
         pipe = _pipeline(path, prefix, graph, own, plan, pipe)
     assert pipe is not None
     if isinstance(own, Skeleton):
-        own.__dict__["program"] = pipe.traced
+        own.runs(pipe.traced)
     for placed in (pipe, pipe.other_mode):
         if placed is not None:
             place(own, placed.program)

@@ -24,6 +24,7 @@ from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
 from ..report.tables import stage_table
 from ..saving.save import save_code
+from ..saving.skeleton import Skeleton
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .hooks import call_with_hooks
@@ -420,6 +421,10 @@ class Pipeline(nn.Module):
         )
         program = replace(self.program, stages=stages, root=root)
         other = None if self.other_mode is None else self.other_mode._over(model)
+        if other is not None:
+            traced = replace(traced, other_mode=other.traced)
+        if isinstance(model, Skeleton):
+            model.runs(traced)
         return Pipeline(
             model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example, other
         )

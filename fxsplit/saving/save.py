@@ -209,7 +209,9 @@ def _node(node: fx.Node, traced: Traced) -> dict[str, Any]:
     row = {"op": node.op, "name": node.name, "target": target, "facts": _facts(traced.facts[node.name])}
     if node.op not in ("placeholder", "get_attr"):
         row["args"], row["kwargs"] = encode(tuple(node.args)), encode(dict(node.kwargs))
-    meta = {key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None}
+    meta = {
+        key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None
+    }
     source = node.meta.get("source")
     if source is not None:
         meta["source"] = [os.path.basename(source.path), source.line]

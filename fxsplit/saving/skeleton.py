@@ -74,16 +74,30 @@ def _described(module: nn.Module) -> dict[str, Any]:
     return {"class": name, "attributes": attributes}
 
 
+class _Slot:
+    """Holds the graph of a skeleton; a copy of the model gets one of its own."""
+
+    def __init__(self) -> None:
+        self.traced: Traced | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Slot:
+        return _Slot()
+
+
 class Skeleton(nn.Module):
     """The tree of a model, without its forward: that of the program takes its place."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.__dict__["_shown"], self.__dict__["program"] = name, None
+        self.__dict__["_shown"], self.__dict__["_slot"] = name, _Slot()
+
+    def runs(self, traced: Traced) -> None:
+        """From now on, calling this module runs that graph."""
+        self.__dict__["_slot"].traced = traced
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the traced graph computes, in one piece."""
-        traced: Traced = self.__dict__["program"].for_mode(self.training)
+        traced: Traced = self.__dict__["_slot"].traced.for_mode(self.training)
         inputs = traced.signature.flatten(args, kwargs)
         return tree_unflatten(tree_leaves(list(traced.module(*inputs))), traced.out_spec)
 

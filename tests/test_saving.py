@@ -1,0 +1,238 @@
+"""`save_code` and `load`: plain files that are the program, in another process, with the model or a state_dict."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit import errors
+from fxsplit.testing import assert_equivalent
+from tests.models import MODELS, build
+from tests.test_capture import Blocks, OtherOutputs, ReadsASize, Scaled
+
+
+def compiled(model, args, **fields):
+    return fxsplit.compile(model, fxsplit.Plan(**fields), example_args=args)
+
+
+@dataclass
+class Answer:
+    value: torch.Tensor
+    note: str = "none"
+
+
+class Keeper(nn.Module):
+    """Stays whole: it branches on values. Its attributes are plain."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lin, self.act, self.limits = nn.Linear(width, width), nn.functional.gelu, (0.0, [1, {"a": None}])
+
+    def forward(self, x):
+        return self.act(self.lin(x)) if x.sum() > self.limits[0] else self.lin(x)
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm, self.drop = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Dropout(0.5),
+        )
+        self.keep, self.tied = Keeper(4), nn.Linear(4, 4)
+        self.tied.weight = self.a.weight
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.offset = torch.tensor([0.5])
+        self.b.weight.requires_grad_(False)
+
+    def forward(self, x, *, scale=2.0, mask=None):
+        h = self.norm(self.a(x)) * scale + torch.tensor([1.0, -2.0, 0.5, float("inf")]).clamp(max=3.0)
+        with torch.no_grad():
+            h = h + self.b(x)[..., None, :].squeeze(-2)
+        h = self.keep(self.drop(Scaled.apply(h, 2.0)))
+        if mask is not None:
+            h = h.masked_fill(mask[:, None], -1e9)
+        return Answer(self.tied(h) + self.table + self.offset)
+
+
+def everything():
+    model = Everything()
+    args, kwargs = (torch.randn(4, 4),), {"mask": torch.tensor([True, False, False, True])}
+    plan = fxsplit.Plan(stages=4, checkpoint="always")
+    pipe = fxsplit.compile(model, plan, example_args=args, example_kwargs=kwargs)
+    return model, pipe
+
+
+@pytest.mark.parametrize("by", ["model", "state_dict"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_loaded_computes_the_same(name, by, tmp_path):
+    model, batch = build(name)
+    pipe = compiled(model, batch(4), stages=3, micro_batches=2, checkpoint="except_last")
+    pipe.save_code(tmp_path)
+    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    assert [s.code for s in loaded] == [s.code for s in pipe]
+    for mode in (True, False):
+        model.train(mode), loaded.train(mode)
+        assert_equivalent(model, loaded, *batch(5))
+    assert loaded.report() == pipe.report()
+    assert "same-graph: holds" in loaded.verify()
+    assert list(loaded.state_dict()) == list(pipe.state_dict())
+
+
+@pytest.mark.parametrize("by", ["model", "state_dict"])
+def test_a_bit_of_everything(by, tmp_path):
+    model, pipe = everything()
+    pipe.save_code(tmp_path)
+    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    for mode in (True, False):
+        model.train(mode), loaded.train(mode)
+        for rows in (4, 7):
+            x, mask = torch.randn(rows, 4), torch.arange(rows) % 2 == 0
+            assert_equivalent(model, loaded, x, mask=mask)
+    assert type(loaded(x, mask=mask)) is Answer
+    twin = loaded.unsplit()
+    assert twin.a.weight is twin.tied.weight and not twin.b.weight.requires_grad
+    assert "table" not in twin.state_dict() and torch.equal(twin.table, model.table)
+    with pytest.raises(errors.ArgumentError, match="scale"):
+        loaded(x, scale=3.0, mask=mask)
+
+
+def test_other_front_ends_and_modes(tmp_path):
+    cases = [
+        (OtherOutputs(), (torch.randn(4, 4),)),
+        (ReadsASize(), (torch.randn(6, 4), torch.tensor([0, 1, 1, 2, 0, 3]))),
+        (Blocks(), (torch.randn(4, 4),)),
+    ]
+    for i, (model, args) in enumerate(cases):
+        compiled(model, args, stages=2).save_code(tmp_path / str(i))
+        for source in (model, model.state_dict()):
+            loaded = fxsplit.load(tmp_path / str(i), source)
+            for mode in (False, True):
+                model.train(mode), loaded.train(mode)
+                assert_equivalent(model, loaded, *args)
+
+
+def test_another_process_computes_the_same_bits(tmp_path):
+    model, batch = build("gpt")
+    pipe = compiled(model, batch(4), stages=3, checkpoint="always")
+    pipe.save_code(tmp_path / "program")
+    torch.save(pipe.state_dict(), tmp_path / "state.pt")
+    args = batch(5)
+    torch.save(args, tmp_path / "args.pt")
+    script = (
+        "import torch, fxsplit\ntorch.set_num_threads(1)\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "pipe = fxsplit.load(folder + '/program', torch.load(folder + '/state.pt'))\n"
+        "out = pipe(*torch.load(folder + '/args.pt'))\n"
+        "out.sum().backward()\n"
+        "torch.save([out.detach(), *(p.grad for p in pipe.parameters())], folder + '/result.pt')\n"
+        "assert not any(name.startswith('tests') or name.endswith('demo.gpt') for name in __import__('sys').modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    found = torch.load(tmp_path / "result.pt")
+    output = pipe(*args)
+    output.sum().backward()
+    expected = [output.detach(), *(p.grad for p in pipe.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_folder_holds_plain_text_only_and_no_path(tmp_path):
+    _, pipe = everything()
+    pipe.save_code(tmp_path)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["__init__.py", "program.json", "stage_0.py", "stage_1.py", "stage_2.py", "stage_3.py"]
+    for file in tmp_path.iterdir():
+        text = file.read_text(encoding="utf-8")
+        for path in (os.path.dirname(__file__), os.path.expanduser("~"), sys.prefix, "site-packages"):
+            assert path not in text
+    json.loads((tmp_path / "program.json").read_text())
+
+
+def test_the_package_can_be_imported_and_a_stage_used_alone(tmp_path, monkeypatch):
+    model, pipe = everything()
+    pipe.save_code(tmp_path / "saved_program")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("saved_program")
+    assert [s.__name__ for s in package.STAGES] == ["Stage0", "Stage1", "Stage2", "Stage3"]
+    model.eval()
+    values = {"x": torch.randn(5, 4), "mask": torch.arange(5) % 2 == 0}
+    for made, stage in zip(package.STAGES, pipe, strict=True):
+        given = made(model)(*(values[name] for name in stage.inputs))
+        values.update(zip(stage.outputs, given if isinstance(given, tuple) else (given,), strict=True))
+    expected = model(values["x"], mask=values["mask"])
+    assert torch.equal(values[pipe.program.outputs[0]], expected.value)
+
+
+def test_bytes_are_the_same_in_every_process(tmp_path):
+    script = (
+        "import sys, torch, fxsplit\nfrom tests.models import build\n"
+        "model, batch = build('two_tower')\n"
+        "fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=batch(4)).save_code(sys.argv[1])\n"
+    )
+    texts = []
+    for seed in ("0", "4711"):
+        folder = tmp_path / seed
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script, str(folder)], env=env, check=True)
+        texts.append({p.name: p.read_text() for p in folder.iterdir()})
+    assert texts[0] == texts[1] and len(texts[0]) == 5
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    model, pipe = everything()
+    pipe.save_code(tmp_path)
+    with pytest.raises(errors.SerializeError, match="does not fit"):
+        fxsplit.load(tmp_path, build("gpt")[0])
+    with pytest.raises(errors.SerializeError, match=r"missing \['a\.bias'\], unknown \['other'\]"):
+        state = {k: v for k, v in model.state_dict().items() if k != "a.bias"}
+        fxsplit.load(tmp_path, {**state, "other": torch.zeros(1)})
+    file = tmp_path / "stage_1.py"
+    file.write_text(file.read_text().replace("self.", "self. "))
+    with pytest.raises(errors.SerializeError, match=r"stage_1\.py is not the code"):
+        fxsplit.load(tmp_path, model)
+    with pytest.raises(errors.SerializeError, match="holds no pipeline"):
+        fxsplit.load(tmp_path / "nowhere", model)
+
+
+def test_what_no_file_can_name_is_refused_before_anything_is_written(tmp_path):
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Local.apply(self.a(x))
+
+    with pytest.raises(errors.SerializeError, match="imported"):
+        compiled(Calls(), (torch.randn(4, 4),)).save_code(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+    class Unknown(Keeper):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Unknown(4))
+    pipe = compiled(model, (torch.randn(4, 4),), stages=2)
+    pipe.save_code(tmp_path)
+    assert_equivalent(model, fxsplit.load(tmp_path, model), torch.randn(3, 4))
+    with pytest.raises(
+        errors.SerializeError, match=r"'1' cannot be made from a state_dict: .*cannot be imported"
+    ):
+        fxsplit.load(tmp_path, model.state_dict())
