@@ -39,10 +39,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Source:
-    """A place in the user's code."""
+    """A place in the user's code.
+
+    Attributes:
+        span: of the expression, as Python's compiler has it: line, end line, column, end column.
+    """
 
     path: str
     line: int
+    span: tuple[int | None, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def short(self) -> str:

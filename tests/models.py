@@ -1,4 +1,4 @@
-"""Five models as people write them, small. Each comes with a function that makes a batch."""
+"""Six models as people write them, small. Each comes with a function that makes a batch."""
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,43 @@ class TiedHead(nn.Module):
         return self.head(x)
 
 
+class Experts(nn.Module):
+    """A router that sends each token to one expert: what it computes depends on the values, so it stays whole."""
+
+    def __init__(self, width, experts):
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+            for _ in range(experts)
+        )
+
+    def forward(self, x):
+        flat = x.flatten(0, -2)
+        weight, choice = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero()[:, 0]
+            if rows.numel() > 0:
+                out = out.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
+        return out.view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.mixtures = nn.ModuleList(Experts(8, 3) for _ in range(3))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
+            x = x + mixture(norm(x))
+        return self.head(x)
+
+
 def tokens(rows, length=9, vocabulary=12):
     return (torch.randint(vocabulary, (rows, length)),)
 
@@ -122,6 +159,7 @@ MODELS = {
         lambda rows: ({"query": torch.randn(rows, 6), "item": torch.randint(20, (rows,))},),
     ),
     "tied_head": (TiedHead, tokens),
+    "experts": (MixtureOfExperts, tokens),
 }
 
 

@@ -61,7 +61,7 @@ def generate(
             stateful=any(fact.stateful for fact in facts),
             random=any(fact.random for fact in facts),
             modules=modules,
-            header=_header(model, part, len(parts), devices, made_by, modules, parameters),
+            header=_header(model, part, assignment, devices, made_by, modules, parameters),
         )
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
@@ -216,7 +216,7 @@ def _root(traced: Traced, stages: Sequence[Stage]) -> fx.GraphModule:
 def _header(
     model: nn.Module,
     part: Part,
-    count: int,
+    assignment: Assignment,
     devices: Mapping[int, torch.device],
     made_by: Mapping[str, int],
     modules: tuple[str, str],
@@ -227,9 +227,12 @@ def _header(
     first, last = (m or type(model).__name__ for m in modules)
     reads = ", ".join(f"{n.name} ({_origin(n, made_by)})" for n in part.inputs) or "nothing"
     gives = ", ".join(n.name for n in part.outputs) or "nothing"
+    total = sum(assignment.loads)
+    share = assignment.loads[part.index] / total if total else 1 / len(assignment.loads)
     span = first if first == last else f"{first} … {last}"
     return (
-        f"# stage {part.index} of {count} · {devices[part.index]} · {span} · {nbytes / 1e6:.3f} MB parameters\n"
+        f"# stage {part.index} of {len(assignment.loads)} · {devices[part.index]} · {span} · "
+        f"{nbytes / 1e6:.3f} MB parameters · {share:.0%} of {assignment.cost}\n"
         f"# reads {reads} · gives {gives}"
     )
 

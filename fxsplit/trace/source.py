@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -22,11 +23,17 @@ def user_line() -> Source | None:
     while frame is not None:
         path = frame.f_code.co_filename
         if is_the_users(path):
-            return Source(path, frame.f_lineno)
+            return Source(path, frame.f_lineno, _positions(frame.f_code)[frame.f_lasti // 2])
         if path == _ENTRY:
             return None
         frame = frame.f_back
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(code: types.CodeType) -> list[tuple[int | None, ...]]:
+    """Where in the text each instruction comes from."""
+    return list(code.co_positions())
 
 
 def error_line(error: BaseException) -> Source | None:
