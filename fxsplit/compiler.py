@@ -16,9 +16,10 @@ from .errors import ArgumentError, PlanError
 from .graph import output_names, output_values
 from .ir import Assignment, Program, Traced
 from .partition.assign import partition
+from .partition.shared import on_two_devices, passed_by_value
 from .place import place
 from .plan import Plan
-from .proof.numerics import verify_numerics
+from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
 from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
@@ -97,6 +98,10 @@ def compile(
 def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Pipeline:
     """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
     assignment = partition(model, traced, plan, inputs)
+    apart = on_two_devices(traced, assignment)
+    if apart:
+        traced = passed_by_value(model, traced, apart)
+        assignment = partition(model, traced, plan, inputs)
     _check_devices(assignment)
     program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, inputs))
     verify_structure(model, traced, program)
@@ -124,19 +129,23 @@ def _placed_alike(plan: Plan, assignment: Assignment, program: Program) -> Plan:
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
     """The numbers of the split on the example; the graphs themselves have been compared already.
 
-    Before the parameters have moved to several devices the split cannot run: the structural proof has to do.
+    Before the parameters have moved to several devices the split cannot run: its graph is run then.
     """
     model = pipe.model
     for one in (pipe, pipe.other_mode):
         if one is None:
             continue
         homes = {torch.empty(0, device=d).device for d in one.devices}
-        if len(homes) > 1 or {x.device for x in (*model.parameters(), *inputs)} - homes:
-            continue
+        moves = len(homes) > 1 or bool({x.device for x in (*model.parameters(), *inputs)} - homes)
+        run = _run_of(one.traced) if moves else one.run_whole
         with preserved(model):
             if model.training not in one.traced.modes:
                 model.train(not model.training)
-            verify_numerics(model, one.traced, one.run_whole, inputs)
+            verify_numerics(model, one.traced, run, inputs)
+
+
+def _run_of(traced: Traced) -> Run:
+    return lambda values: list(traced.module(*values))
 
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:

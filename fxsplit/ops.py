@@ -1,4 +1,4 @@
-"""The names of fxsplit that generated code may call: `transfer`, `checkpoint` and `guard`.
+"""The names of fxsplit that generated code may call: `transfer`, `checkpoint`, `guard` and `call_with`.
 
 The first two record themselves as a node when they meet an fx Proxy, so that a stage can be traced or pickled again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,21 @@ def guard(holds: Any, line: str) -> None:
             f"{line} takes another path than when the model was captured",
             remedy="call with sizes like those of the example, or compile again with an example like this one",
         )
+
+
+_CALLED: weakref.WeakKeyDictionary[torch.nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """``module(*args, **kwargs)`` with these tensors for some of its parameters, which live on another device.
+
+    The module has them for the time of the call; calls from several workers take turns.
+    """
+    with _MAKING:
+        lock = _CALLED.setdefault(module, threading.Lock())
+    with lock:
+        return torch.func.functional_call(module, parameters, args, kwargs, tie_weights=False)
 
 
 Crossing = tuple[torch.Tensor, torch.Tensor]

@@ -19,6 +19,7 @@ def place(model: nn.Module, program: Program) -> None:
     All copies are made before the first one is put in place: out of memory, nothing has changed.
     """
     moved: list[Callable[[], None]] = []
+    names = {id(p): name for name, p in model.named_parameters()}
     for stage in program.stages:
         for module in (stage.module, *region_modules(stage.module)):
             for name, constant in module._buffers.items():
@@ -38,6 +39,8 @@ def place(model: nn.Module, program: Program) -> None:
                         _mover(table, key, stage.device)
                         for key in keys
                         if _is_elsewhere(table.get(key), stage.device)
+                        and names.get(id(table[key]), "")
+                        in ("", *stage.parameters)  # others are handed to it
                     ]
     for put in moved:
         put()

@@ -106,11 +106,6 @@ CASES = {
         errors.PartitionError,
         ["no device", "'wte'", '""'],
     ),
-    "one parameter on two devices": (
-        lambda: (build("gpt")[0], {"device_map": {"": "cpu:0", "head": "cpu:1"}}, build("gpt")[1](2)),
-        errors.PartitionError,
-        ["'wte.weight'", "cpu:0", "cpu:1", "'head'"],
-    ),
     "unknown argument in batch_dims": (
         lambda: (nn.Linear(2, 2), {"batch_dims": {"inptu": None}}, (x(),)),
         errors.PlanError,

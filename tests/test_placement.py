@@ -12,6 +12,7 @@ import fxsplit
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import transfer
 from fxsplit.partition.assign import partition
+from fxsplit.partition.shared import on_two_devices, passed_by_value
 from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
@@ -21,6 +22,7 @@ MAPS = {
     "gpt": {"": "cuda:0", "h.1": "cuda:1", "h.2": ("cuda:1", "cuda:0")},
     "unet": {"": "cuda:0", "down.1": "cuda:1", "down.2": "cuda:1", "up": "cuda:2"},
     "two_tower": {"query": 0, "item": 1, "scale": 0},
+    "tied_head": {"": "cuda:0", "head": "cuda:1"},
     "resnet": {"stem": "cuda:0", "layer1": "cuda:1", "layer2": "cuda:2", "": "cuda:3"},
 }
 
@@ -29,6 +31,10 @@ def stages_of(name, plan):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
     assignment = partition(model, traced, plan, batch(4))
+    apart = on_two_devices(traced, assignment)
+    if apart:
+        traced = passed_by_value(model, traced, apart)
+        assignment = partition(model, traced, plan, batch(4))
     program = generate(model, traced, assignment)
     verify_structure(model, traced, program)
     return model, batch, traced, program
@@ -59,6 +65,22 @@ def test_a_device_map_runs_bit_equal(name):
     )
     # A row slice that was copied is aligned, the slice itself is not, and BLAS rounds them differently.
     assert_equivalent(model, pipe, *batch(7), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"micro_batches": 2, "replicas": 2}, {"checkpoint": "always"}])
+def test_a_tied_parameter_on_two_devices_has_one_home(fields):
+    """As in a GPT whose embedding is on the first device and whose head, with the same weight, on the last."""
+    model, batch = build("gpt")
+    weight = model.wte.weight
+    placed = {"": "cpu:0", "h.1": "cpu:1", "h.2": "cpu:1", "ln_f": "cpu:1", "head": "cpu:1"}
+    pipe = fxsplit.compile(model, fxsplit.Plan(device_map=placed, **fields), example_args=batch(4))
+    code = "".join(stage.code for stage in pipe)
+    assert "call_with(self.head, {'weight': wte_weight" in code and "wte_weight" in pipe[1].inputs
+    assert model.head.weight is model.wte.weight is weight
+    assert [s.parameters.count("wte.weight") for s in pipe] == [1, 0]
+    assert_equivalent(model, pipe, *batch(5), rtol=1e-5, atol=1e-6)
+    assert_equivalent(model, copy.deepcopy(pipe), *batch(4), rtol=1e-5, atol=1e-6)
+    assert "one-home: holds" in pipe.verify()
 
 
 def run_fake(program, model, batch):

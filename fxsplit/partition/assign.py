@@ -26,8 +26,8 @@ def partition(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     program order and separate nothing that `units.bonds` holds together.
 
     Raises:
-        PartitionError: the plan asks for more stages than there are units, cuts where nothing may be cut,
-            names a module that does not exist, or sends one parameter to two devices.
+        PartitionError: the plan asks for more stages than there are units, cuts where nothing may be cut, or
+            names a module that does not exist.
     """
     nodes = compute_nodes(traced.graph)
     units = find_units(traced)
@@ -47,11 +47,9 @@ def partition(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     stages = tuple(tuple(n.name for n in nodes[a:b]) for a, b in itertools.pairwise(bounds))
     if devices is None:
         devices = _stage_devices(model, plan, len(stages))
-    assignment = Assignment(
+    return Assignment(
         stages, tuple(devices), tuple(sum(costs[n] for n in names) for names in stages), plan.cost
     )
-    _refuse_parameter_on_two_devices(traced, assignment)
-    return assignment
 
 
 def _automatic(traced: Traced, count: int, units: Sequence[Unit], costs: dict[str, float]) -> list[int]:
@@ -184,18 +182,3 @@ def _stage_devices(model: nn.Module, plan: Plan, count: int) -> list[torch.devic
         return [torch.device(plan.devices)] * count  # type: ignore[arg-type]
     parameter = next(iter([*model.parameters(), *model.buffers()]), None)
     return [parameter.device if parameter is not None else torch.device("cpu")] * count
-
-
-def _refuse_parameter_on_two_devices(traced: Traced, assignment: Assignment) -> None:
-    owner: dict[str, tuple[int, str]] = {}
-    for i, names in enumerate(assignment.stages):
-        for name in names:
-            for parameter in traced.facts[name].parameters:
-                first, reader = owner.setdefault(parameter, (i, name))
-                if assignment.devices[first] != assignment.devices[i]:
-                    raise PartitionError(
-                        f"parameter {parameter!r} is read on {assignment.devices[first]} by {reader!r} (stage {first}) "
-                        f"and on {assignment.devices[i]} by {name!r} (stage {i}); it would need two copies",
-                        where=str(traced.facts[name].source),
-                        remedy="put both readers on one device: devices= and device_map= may name a device several times",
-                    )

@@ -44,7 +44,7 @@ def bonds(traced: Traced) -> list[Bond]:
     nodes = compute_nodes(traced.graph)
     position = {node: i for i, node in enumerate(nodes)}
     found = [
-        Bond(position[node], max(position.get(user, position[node]) for user in node.users), None)
+        Bond(position[node], _reader(node, position), None)
         for node in nodes
         if node.op == "get_attr" and node.users
     ]
@@ -69,6 +69,12 @@ def bonds(traced: Traced) -> list[Bond]:
         if last > touched[0]:
             found.append(Bond(touched[0], last, nodes[writing[0]]))
     return found
+
+
+def _reader(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Where a ``get_attr`` has to be: with its readers, or with the first one if its value travels to the others."""
+    readers = [position.get(user, position[node]) for user in node.users]
+    return min(readers) if node.meta.get("shared") else max(readers)
 
 
 def find_units(traced: Traced) -> list[Unit]:

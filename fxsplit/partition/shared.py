@@ -1,0 +1,94 @@
+"""A parameter that is read on two devices: it has one home, and travels to the other readers like any value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from ..graph import resolve, run_under
+from ..ir import Assignment, NodeFacts, TensorSpec, Traced
+from ..names import local_names
+from ..ops import call_with
+
+
+def on_two_devices(traced: Traced, assignment: Assignment) -> list[str]:
+    """The parameters that stages on different devices read."""
+    homes: dict[str, set[torch.device]] = {}
+    for device, names in zip(assignment.devices, assignment.stages, strict=True):
+        for name in names:
+            for parameter in traced.facts[name].parameters:
+                homes.setdefault(parameter, set()).add(device)
+    return [parameter for parameter, devices in homes.items() if len(devices) > 1]
+
+
+def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str]) -> Traced:
+    """The same program in which each of `parameters` is read once, where it is needed first, and then handed on.
+
+    A module that holds such a parameter is called with it: ``call_with(self.head, {"weight": wte_weight}, x)``. There
+    is one Parameter with one gradient; nothing is copied but what crosses.
+    """
+    missing = [p for p in parameters if p not in traced.names]
+    taken = {*traced.names.values()}
+    fresh = local_names([*traced.names, *missing])
+    names = {**traced.names, **{p: fresh[p] for p in missing if fresh[p] not in taken}}
+    graph, facts = fx.Graph(), dict(traced.facts)
+    values: dict[fx.Node, fx.Node] = {}
+    shared: dict[str, fx.Node] = {}
+
+    def home(parameter: str, reader: fx.Node) -> fx.Node:
+        if parameter not in shared:
+            node = graph.get_attr(parameter)
+            node.meta.update(reader.meta, shared=True)
+            tensor = resolve(model, parameter)
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
+            fact = traced.facts[reader.name]
+            facts[node.name] = NodeFacts(fact.module_path, fact.source, value=spec, parameters=(parameter,))
+            shared[parameter] = node
+        return shared[parameter]
+
+    for node in traced.graph.nodes:
+        read = (
+            [p for p in traced.facts[node.name].parameters if p in parameters] if node.op != "output" else []
+        )
+        if not read:
+            values[node] = graph.node_copy(node, values.__getitem__)
+        elif node.op == "get_attr":
+            values[node] = home(read[0], node)
+        else:
+            values[node] = _called_with(model, graph, node, values, {p: home(p, node) for p in read}, facts)
+    objects = {
+        t: getattr(traced.module, traced.names[t]) if t in traced.names else resolve(model, t) for t in names
+    }
+    used = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
+    objects = {target: value for target, value in objects.items() if target in used}
+    kept = {target: names[target] for target in objects}
+    return replace(traced, graph=graph, facts=facts, names=kept, module=run_under(graph, kept, objects))
+
+
+def _called_with(
+    model: nn.Module,
+    graph: fx.Graph,
+    node: fx.Node,
+    values: dict[fx.Node, fx.Node],
+    read: dict[str, fx.Node],
+    facts: dict[str, NodeFacts],
+) -> fx.Node:
+    module = resolve(model, str(node.target))
+    tensors = {id(resolve(model, p)): value for p, value in read.items()}
+    given = {
+        name: tensors[id(t)]
+        for name, t in module.named_parameters(remove_duplicate=False)
+        if id(t) in tensors
+    }
+    owner = graph.create_node("get_attr", str(node.target), name=f"{node.name}_module")
+    owner.meta.update(node.meta)
+    fact = facts[node.name]
+    facts[owner.name] = NodeFacts(fact.module_path, fact.source)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    call = graph.create_node("call_function", call_with, (owner, given, *args), kwargs, name=node.name)
+    call.meta.update(node.meta)
+    facts[call.name] = replace(fact, parameters=tuple(p for p in fact.parameters if p not in read))
+    return call
