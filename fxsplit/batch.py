@@ -72,12 +72,12 @@ class BatchDims:
         return batch[1] if batch else None
 
     def another_batch(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The example without its last row, or with its one row twice; None where no input is split."""
+        """The example's rows in reverse without its last one, or its one row twice; None where no input is split."""
         batch = self.batch_size(inputs)
         if not batch:
             return None
         return [
-            x if d is None else x.narrow(d, 0, batch - 1) if batch > 1 else torch.cat([x, x], d)
+            x if d is None else x.narrow(d, 0, batch - 1).flip(d) if batch > 1 else torch.cat([x, x], d)
             for x, d in zip(inputs, self.dims, strict=True)
         ]
 

@@ -11,6 +11,7 @@ import importlib
 import io
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -42,7 +43,9 @@ class _RecordType:
     def of(cls, value: Any) -> _RecordType:
         keys = tuple(value) if isinstance(value, dict) else tuple(f.name for f in fields(value))
         template = copy.copy(value)
-        if isinstance(value, dict):
+        if isinstance(value, OrderedDict):
+            OrderedDict.clear(template)
+        elif isinstance(value, dict):
             dict.clear(template)
         return cls(type(value), keys, template)
 
@@ -63,7 +66,9 @@ class _RecordType:
     def build(self, values: Iterable[Any]) -> Any:
         value = copy.copy(self.template)
         for key, item in zip(self.keys, values, strict=True):
-            if isinstance(value, dict):
+            if isinstance(value, OrderedDict):
+                OrderedDict.__setitem__(value, key, item)
+            elif isinstance(value, dict):
                 dict.__setitem__(value, key, item)
             else:
                 object.__setattr__(value, key, item)  # frozen ones too
@@ -213,7 +218,26 @@ REGIONS: dict[Any, Callable[..., tuple[tuple[Any, ...], int]]] = {
 
 
 # torch 2.13: what an exported graph asserts of types and devices; under autocast, or on another device, it is wrong
+SCALAR_CHECK = torch.ops.aten._assert_scalar.default  # torch 2.13
 METADATA_CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])
+
+
+def size_range(size: Any, ranges: Any) -> tuple[int, int | None, Any]:
+    """Least and largest value of a size of an exported graph (None: any), and the symbol that it is.
+
+    Raises:
+        ValueError: it is no symbol of its own: sizes of the inputs are tied to each other.
+    """
+    if isinstance(size, int):
+        return size, size, None
+    symbol = size.node.expr  # torch 2.13
+    if not symbol.is_Symbol:
+        raise ValueError(f"a size of the inputs has to be {symbol}")
+    found = ranges.get(symbol)
+    if found is None:
+        return 0, None, symbol
+    high = found.upper
+    return int(found.lower), int(high) if high.is_Integer else None, symbol
 
 
 def unflatten_outputs(graph: fx.Graph, outputs: Any) -> Any:
@@ -224,6 +248,12 @@ def unflatten_outputs(graph: fx.Graph, outputs: Any) -> Any:
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
     return int(tensor.untyped_storage()._cdata)  # torch 2.13
+
+
+def functorch_levels() -> tuple[Any, list[str]]:
+    """Where torch.func's transforms enter: refused before they do, because an error inside leaves them entered."""
+    owner = torch._C._functorch  # torch 2.13
+    return owner, [name for name in dir(owner) if name.endswith("_increment_nesting")]
 
 
 def sdpa_switches() -> list[str]:

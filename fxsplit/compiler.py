@@ -15,8 +15,7 @@ from .codegen.emit import generate
 from .errors import ArgumentError, PlanError
 from .graph import output_names, output_values
 from .ir import Assignment, Program, Traced
-from .partition.assign import partition
-from .partition.shared import on_two_devices, passed_by_value
+from .partition.shared import partition_with_homes
 from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
@@ -97,11 +96,7 @@ def compile(
 
 def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Pipeline:
     """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
-    assignment = partition(model, traced, plan, inputs)
-    apart = on_two_devices(traced, assignment)
-    if apart:
-        traced = passed_by_value(model, traced, apart)
-        assignment = partition(model, traced, plan, inputs)
+    traced, assignment = partition_with_homes(model, traced, plan, inputs)
     _check_devices(assignment)
     program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, inputs))
     verify_structure(model, traced, program)

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 import fxsplit
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import transfer
-from fxsplit.partition.assign import partition
-from fxsplit.partition.shared import on_two_devices, passed_by_value
+from fxsplit.partition.shared import partition_with_homes
 from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
@@ -30,11 +29,7 @@ MAPS = {
 def stages_of(name, plan):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
-    assignment = partition(model, traced, plan, batch(4))
-    apart = on_two_devices(traced, assignment)
-    if apart:
-        traced = passed_by_value(model, traced, apart)
-        assignment = partition(model, traced, plan, batch(4))
+    traced, assignment = partition_with_homes(model, traced, plan, batch(4))
     program = generate(model, traced, assignment)
     verify_structure(model, traced, program)
     return model, batch, traced, program

@@ -10,7 +10,7 @@ import fxsplit
 from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import checkpoint, transfer
-from fxsplit.partition.assign import partition
+from fxsplit.partition.shared import partition_with_homes
 from fxsplit.proof.structure import inline, verify_structure
 from fxsplit.trace.front import trace
 from tests.models import MODELS, build
@@ -23,7 +23,7 @@ def made(name="gpt", plan=PLANS[0], checkpoints=False):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
     plan = plan.replace(checkpoint="always" if checkpoints else "never")
-    assignment = partition(model, traced, plan, batch(4))
+    traced, assignment = partition_with_homes(model, traced, plan, batch(4))
     program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, batch(4)))
     return model, traced, program
 

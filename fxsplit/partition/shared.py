@@ -12,6 +12,24 @@ from ..graph import resolve, run_under
 from ..ir import Assignment, NodeFacts, TensorSpec, Traced
 from ..names import local_names
 from ..ops import call_with
+from ..plan import Plan
+from .assign import partition
+
+
+def partition_with_homes(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]
+) -> tuple[Traced, Assignment]:
+    """The partition, and the program with one home for each parameter.
+
+    Raises:
+        PartitionError: as `partition`.
+    """
+    assignment = partition(model, traced, plan, inputs)
+    apart = on_two_devices(traced, assignment)
+    if apart:
+        traced = passed_by_value(model, traced, apart)
+        assignment = partition(model, traced, plan, inputs)
+    return traced, assignment
 
 
 def on_two_devices(traced: Traced, assignment: Assignment) -> list[str]:

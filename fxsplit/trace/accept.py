@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..batch import BatchDims
-from ..errors import TraceError, VerifyError
+from ..errors import ModelError, TraceError, VerifyError
 from ..ir import Traced
 from ..proof.numerics import ModelFailsError, verify_numerics
 from ..state import preserved
@@ -55,9 +55,28 @@ def accept(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], dim
                 _compare_other_batch(model, graph, other, dims)
 
 
+def holds_for_other_rows(
+    model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], dims: BatchDims
+) -> bool:
+    """Whether a graph that is written for one batch size is right for other values of that size."""
+    other = [x if d is None else x.flip(d) for x, d in zip(inputs, dims.dims, strict=True)]
+    try:
+        verify_numerics(model, traced, lambda values: list(traced.module(*values)), other)
+    except Exception:
+        return False
+    return True
+
+
 def _compare(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], training: bool) -> None:
     try:
         verify_numerics(model, traced, lambda values: list(traced.module(*values)), inputs)
+    except ModelFailsError as error:
+        if not torch.is_grad_enabled():
+            raise
+        raise ModelError(
+            f"{type(model).__name__} runs on the example, but its backward does not: {(str(error).splitlines() or [''])[0]}",
+            remedy="run model(...) and backward by hand to see it; torch.utils.checkpoint needs use_reentrant=False",
+        ) from error
     except VerifyError as error:
         raise VerifyError(
             f"in {'train' if training else 'eval'} mode, {error.what}", where=error.where, remedy=error.remedy

@@ -106,7 +106,7 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
             remedy="move what depends on the values of tensors or keeps state in Python into a submodule (it is then "
             "kept whole), or replace it by tensor operations such as torch.where",
         ) from error
-    return Capture(graph, specs[0], tracer.constants, tuple(tracer.called))
+    return Capture(graph, specs[0], tracer.constants, tuple(tracer.called), tracer.flags)
 
 
 def _line(error: BaseException, model: nn.Module) -> str | None:

@@ -48,12 +48,14 @@ class Capture:
     Attributes:
         constants: what the graph reads that is no attribute of the model, by target.
         called: paths of the modules whose forward was run, also of those that did nothing.
+        flags: path of a module → the modules whose ``training`` its forward has read.
     """
 
     graph: fx.Graph
     out_spec: TreeSpec
     constants: Mapping[str, Any]
     called: tuple[str, ...] = ()
+    flags: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 FrontEnd = Callable[[Request], Capture]

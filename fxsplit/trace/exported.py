@@ -10,16 +10,26 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..compat import METADATA_CHECKS, REGIONS, quiet_export, tree_flatten, tree_map, unflatten_outputs
+from ..compat import (
+    METADATA_CHECKS,
+    REGIONS,
+    SCALAR_CHECK,
+    quiet_export,
+    size_range,
+    tree_flatten,
+    tree_map,
+    unflatten_outputs,
+)
 from ..errors import TraceError
 from ..graph import resolve
 from ..ir import Source
+from ..ops import guard
 from ..state import attributes_of, changed_attributes, preserved, python_random_state, same_python_random
 from .capture import Capture, Request
 from .source import is_the_users
@@ -50,14 +60,14 @@ def _export(request: Request, *, strict: bool) -> Capture:
                 strict=strict,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
-            module = program.module(check_guards=False)
+            module = program.module(check_guards=True)
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
             f"torch.export.export(strict={strict}) cannot capture {type(request.model).__name__}: "
             f"{type(error).__name__}: {text}"
         ) from error
-    return _Adopter(request, module).capture()
+    return _Adopter(request, module, program.range_constraints).capture()
 
 
 def _refuse_side_effects(request: Request) -> None:
@@ -76,6 +86,16 @@ def _refuse_side_effects(request: Request) -> None:
             raise TraceError("torch.export would bake in a random number of Python or NumPy")
 
 
+def _decision(message: str) -> str:
+    """What stands for the user's line, which export does not keep for its decisions."""
+    text = (
+        message.split(": ", 1)[-1]
+        .removeprefix("Runtime assertion failed for expression ")
+        .split(" on node")[0]
+    )
+    return f"the model's forward (a decision by a size: {text})"
+
+
 def _dynamic(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -85,8 +105,8 @@ def _dynamic(leaf: Any) -> Any:
 class _Adopter:
     """Copies the graph of an exported module, which has a placeholder for each leaf of the arguments."""
 
-    def __init__(self, request: Request, module: fx.GraphModule) -> None:
-        self.request, self.module = request, module
+    def __init__(self, request: Request, module: fx.GraphModule, ranges: Mapping[Any, Any]) -> None:
+        self.request, self.module, self.ranges = request, module, ranges
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
         self.names = {
@@ -106,6 +126,7 @@ class _Adopter:
                 name = next(arguments).placeholder
                 leaves.append(self.graph.create_node("placeholder", name, name=name))
                 leaves[-1].meta.update(module_path="", source=None, child_call=0)
+        self._sizes(leaves, self.ranges)
         results = self._copy(self.module, leaves)
         flat, out_spec = tree_flatten(unflatten_outputs(self.module.graph, results))
         self.graph.output(tuple(flat)).meta.update(module_path="", source=None, child_call=0)
@@ -121,8 +142,12 @@ class _Adopter:
                 values[node] = next(given)
             elif node.op == "output":
                 return args[0]
-            elif node.op == "call_module" or node.target in METADATA_CHECKS:
-                continue  # the former compares sizes with the example's; the graph has assertions of its own
+            elif node.op == "call_module":
+                self._guards(module.get_submodule(str(node.target)), args)
+            elif node.target is SCALAR_CHECK:
+                self._create(node, "call_function", guard, (args[0], _decision(args[1])), {})
+            elif node.target in METADATA_CHECKS:
+                continue
             elif node.op == "get_attr":
                 values[node] = self._attribute(node, resolve(module, str(node.target)))
             elif node.target in REGIONS:
@@ -134,6 +159,52 @@ class _Adopter:
             else:
                 values[node] = self._create(node, node.op, node.target, args, kwargs)
         raise AssertionError("a graph without output")
+
+    def _sizes(self, leaves: Sequence[Any], ranges: Mapping[Any, Any]) -> None:
+        """What export has decided of the sizes of the inputs: constants, ranges, and sizes that are equal."""
+        placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        first: dict[Any, fx.Node] = {}
+        every = []
+        for node, leaf in zip(placeholders, leaves, strict=True):
+            sizes = getattr(node.meta.get("val"), "shape", ())
+            for dim, size in enumerate(sizes) if isinstance(leaf, fx.Node) else ():
+                found = self._create(node, "call_method", "size", (leaf, dim), {})
+                every.append(found)
+                low, high, symbol = size_range(size, ranges)
+                if symbol in first:
+                    self._decided(node, operator.eq, found, first[symbol])
+                elif symbol is not None:
+                    first[symbol] = found
+                if low == high:
+                    self._decided(node, operator.eq, found, low)
+                    continue
+                if low > 0:
+                    self._decided(node, operator.ge, found, low)
+                if high is not None:
+                    self._decided(node, operator.le, found, high)
+
+        for found in every:
+            if not found.users:
+                self.graph.erase_node(found)
+
+    def _decided(self, node: fx.Node, comparison: Any, size: fx.Node, other: Any) -> None:
+        holds = self._create(node, "call_function", comparison, (size, other), {})
+        self._create(node, "call_function", guard, (holds, "the model's forward (a decision by a size)"), {})
+
+    def _guards(self, checks: nn.Module, operands: Sequence[Any]) -> None:
+        """What export decided by sizes: in the split too, another size is an error and not a wrong number."""
+        values: dict[fx.Node, Any] = {}
+        given = iter(operands)
+        for node in fx.Tracer().trace(checks).nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return
+            elif node.target is torch._assert:
+                self._create(node, "call_function", guard, (args[0], _decision(args[1])), {})
+            else:
+                values[node] = self._create(node, node.op, node.target, args, kwargs)
 
     def _attribute(self, node: fx.Node, value: Any) -> Any:
         if isinstance(value, fx.GraphModule):

@@ -18,7 +18,7 @@ from ..ir import NodeFacts, Traced
 from ..names import local_names
 from ..signature import Signature
 from ..state import preserved
-from .accept import BakedInError, accept
+from .accept import BakedInError, accept, holds_for_other_rows
 from .by_value import GivenTracer, as_compiled, as_eager
 from .capture import Capture, FrontEnd, Request
 from .exported import exported, exported_strictly
@@ -84,7 +84,9 @@ def trace(
                         accept(model, traced, inputs, dims)
                     return replace(traced, refused={n: e.what for n, e in refused.items()})
                 except BakedInError as error:
-                    refused[name], narrow = error, narrow or traced
+                    refused[name] = error
+                    if narrow is None and holds_for_other_rows(model, traced, inputs, dims):
+                        narrow = traced
                     captures = _kept_whole(front_end, request, error)
                 except (VerifyError, TraceError) as error:
                     refused[name], captures = error, []

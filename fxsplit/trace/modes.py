@@ -78,14 +78,27 @@ def in_both_modes(
             continue
         train, evaluated = (same, other) if own[0] else (other, same)
         try:
-            readers = read_mode_where_it_matters(model, first.graph, train.graph, evaluated.graph)
+            readers = read_mode_where_it_matters(model, first, train.graph, evaluated.graph)
         except DifferentPathsError:
             parted = [p for p in _parted(train, evaluated) if p not in request.kept]
             if not parted:
+                _refuse_others_flags(model, first, other)
                 return [(first, (own[0],)), (other, (not own[0],))]
             request.kept.update((path, "it reads self.training") for path in parted)
             continue
         return [(replace(first, constants={**first.constants, **readers}), (True, False))]
+
+
+def _refuse_others_flags(model: nn.Module, *captures: Capture) -> None:
+    """A graph for each mode is chosen by the model's own flag."""
+    for capture in captures:
+        read = capture.flags.get("", frozenset()) - {""}
+        if read:
+            raise TraceError(
+                f"{type(model).__name__}.forward takes another path by the mode of {sorted(read)[0]!r}, not by its own",
+                where=_first_line(capture.graph),
+                remedy="read self.training, or move what reads the other module's mode into a submodule",
+            )
 
 
 def _parted(a: Capture, b: Capture) -> list[str]:
@@ -147,7 +160,7 @@ class _Choice:
 
 
 def read_mode_where_it_matters(
-    model: nn.Module, graph: fx.Graph, train: fx.Graph, other: fx.Graph
+    model: nn.Module, capture: Capture, train: fx.Graph, other: fx.Graph
 ) -> dict[str, ModuleMode]:
     """Replace the literals of `graph` that differ between the two modes by what ``self.training`` selects.
 
@@ -156,15 +169,17 @@ def read_mode_where_it_matters(
     call is the one whose flag is read, when the program runs.
 
     Args:
-        graph: a trace in any mode; changed in place.
+        capture: in any mode; its graph is changed in place.
         train, other: traces in train and in eval mode.
 
     Returns:
         What the new ``get_attr`` nodes read, by name.
 
     Raises:
-        DifferentPathsError: the graphs have other operations; `graph` is as it was.
+        DifferentPathsError: the graphs have other operations, or a forward has read the flags of several modules;
+            the graph is as it was.
     """
+    graph = capture.graph
     rows = [list(g.nodes) for g in (graph, train, other)]
     if len({len(row) for row in rows}) != 1:
         raise DifferentPathsError
@@ -180,9 +195,16 @@ def read_mode_where_it_matters(
         if found:
             merged[i] = arguments
     readers: dict[str, ModuleMode] = {}
-    for i, (args, kwargs) in merged.items():
+    paths: dict[int, str] = {}
+    for i in merged:
         node = rows[0][i]
         path = node.meta["module_path"] if node.op != "call_module" else node.meta["caller"]
+        asked = capture.flags.get(path, frozenset()) or {path}
+        if len(asked) > 1:
+            raise DifferentPathsError
+        paths[i] = next(iter(asked))
+    for i, (args, kwargs) in merged.items():
+        node, path = rows[0][i], paths[i]
         name = f"{path.replace('.', '_') or 'model'}_mode"
         if name[0].isdigit():
             name = f"layer_{name}"

@@ -56,7 +56,7 @@ SIZES = frozenset(("size", "numel", "nelement", "stride", "storage_offset", "__l
 PLAIN = frozenset(
     [
         "dim", "ndimension", "element_size", "get_device", "result_type", "can_cast", "promote_types",
-        "is_same_size", "__hash__", "__repr__", "__format__", "data_ptr", "type",
+        "__hash__", "__repr__", "__format__", "data_ptr", "type",
         "has_names", "__dir__", "is_floating_point", "is_complex", "is_contiguous",
         "is_signed", "is_inference", "is_conj", "is_neg", "is_pinned", "is_shared", "is_set_to",
         "is_coalesced", "untyped_storage", "storage", "_is_view", "__reduce_ex__", "is_tensor", "_nnz",
@@ -80,14 +80,8 @@ SIZED_LIKE_SELF = frozenset(
         "full_like", "empty_like", "rand_like", "randn_like",
     ]
 )
-RANDOM = frozenset(
-    [
-        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
-        "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout",
-        "uniform_", "normal_", "bernoulli_", "exponential_",
-    ]
-)
 # fmt: on
+RANK_DEPENDS_ON_SIZE = frozenset(("squeeze", "squeeze_"))
 COUNT_DEPENDS_ON_SIZE = frozenset(("unbind", "chunk", "split", "tensor_split"))
 TO_NUMBER: dict[str, Callable[..., Any]] = {
     "__bool__": bool,

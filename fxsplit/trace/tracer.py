@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import sdpa_switches, storage_key, tree_leaves
+from ..compat import functorch_levels, sdpa_switches, storage_key, tree_leaves
 from ..ops import guard
 from ..state import (
     attributes_of,
@@ -29,7 +29,7 @@ from .operations import (
     OPERATORS,
     OPPOSITE,
     PLAIN,
-    RANDOM,
+    RANK_DEPENDS_ON_SIZE,
     REFLECTED,
     SIZE_DEPENDS_ON_DATA,
     SIZED_LIKE_SELF,
@@ -118,10 +118,12 @@ class ValueTracer(TorchFunctionMode):
         self._contexts: dict[int, fx.Node] = {}
         self._storages: dict[int, torch.Tensor] = {}
         self._written: set[int] = set()  # storages that something else than constants was written to
+        self._left: dict[int, tuple[torch.Tensor, str]] = {}  # what whole modules put into their attributes
         self._random = python_random_state()
         self._stack: list[str] = [""]
         self._child_calls = 0
         self.called: dict[str, None] = {}  # in order
+        self.flags: dict[str, frozenset[str]] = {}
         self._paused = False
         self._thread = threading.get_ident()
 
@@ -163,9 +165,11 @@ class ValueTracer(TorchFunctionMode):
         if name == "_set_grad_enabled":
             return func(*args)  # the contexts that call it are recorded themselves
         before = _versions((args, kwargs))
+        drawn = None if any(not self._ref(t).constant for t, _ in before) else torch.get_rng_state()
         result = func(*nested_plain(args), **nested_plain(kwargs))
         result = self._own_object(result, before)
-        return self._record(func, name, args, kwargs, result, before)
+        random = drawn is not None and not torch.equal(drawn, torch.get_rng_state())
+        return self._record(func, name, args, kwargs, result, before, random=random)
 
     def _own_object(self, result: Any, operands: list[tuple[torch.Tensor, int]]) -> Any:
         """An operand handed back unchanged gets an object of its own: it has two names in the program.
@@ -186,11 +190,13 @@ class ValueTracer(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         before: Sequence[tuple[torch.Tensor, int]],
+        *,
+        random: bool = False,
     ) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         operands = [self._ref(t) for t in tensors]
         numbers = [n.ref for n in nested_leaves((args, kwargs)) if isinstance(n, TracedNumber)]
-        pure = name not in RANDOM and not any(self._is_written(t) for t in tensors)
+        pure = not random and not any(self._is_written(t) for t in tensors)
         constant = pure and all(ref.constant for ref in (*operands, *numbers))
         from_sizes = pure and all(ref.from_sizes for ref in (*operands, *numbers))
         if not constant:
@@ -200,7 +206,7 @@ class ValueTracer(TorchFunctionMode):
         ):
             if constant or not operands:
                 return result
-            if from_sizes and isinstance(result, bool | int | float):
+            if (from_sizes or name == "is_same_size") and isinstance(result, bool | int | float):
                 number = self._traced(result, Ref(self._call(func, name, args, kwargs)))
                 self._guard(operator.eq, number, result)
                 return result
@@ -221,6 +227,8 @@ class ValueTracer(TorchFunctionMode):
             from_sizes=from_sizes and name != "empty",
             data_dependent=data_dependent,
         )
+        if name in RANK_DEPENDS_ON_SIZE and not constant:
+            self._guard_rank(result, ref)
         if name in COUNT_DEPENDS_ON_SIZE and not constant and isinstance(result, tuple | list):
             self._guard_count(name, args, kwargs, ref, len(result))
         return self._bind(result, ref)
@@ -262,7 +270,10 @@ class ValueTracer(TorchFunctionMode):
         if isinstance(value, tuple | list):
             items = [self._argument(item) for item in value]
             if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return type(value)(*items)
+                try:
+                    return type(value)(*items)
+                except Exception as error:  # it looks at what it is made of
+                    raise CannotInlineError(f"an operation takes a {type(value).__name__}") from error
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
             return {key: self._argument(item) for key, item in value.items()}
@@ -288,14 +299,15 @@ class ValueTracer(TorchFunctionMode):
         if path is None:
             if storage_key(tensor) in self._storages:
                 raise CannotInlineError("it makes a tensor from another one past torch's functions")
+            if id(tensor) in self._left or tensor.grad_fn is not None:
+                where = self._left.get(id(tensor), (None, "a module that is kept whole"))[1]
+                raise CannotInlineError(f"it reads a tensor that the forward of {where} left behind")
             path = next(
                 (n for n, t in self.constants.items() if t is tensor), f"constant_{len(self.constants)}"
             )
             self.constants[path] = tensor
-        # not remembered: every reader gets a get_attr of its own
-        return Ref(
-            lambda: self._create("get_attr", path, (), {}), constant=id(tensor) not in self._parameters
-        )
+        # Not remembered: every reader gets a get_attr of its own. Not constant: somebody may write to it.
+        return Ref(lambda: self._create("get_attr", path, (), {}))
 
     def _bind(self, value: Any, ref: Ref) -> Any:
         """Remember where the tensors in `value` come from; numbers in it are replaced by traced ones."""
@@ -399,6 +411,16 @@ class ValueTracer(TorchFunctionMode):
             return  # the sections are listed: the operation itself checks that they fit
         number = self._traced(count, self._later(ref, lambda: self._create_len(ref)))
         self._guard(operator.eq, number, count)
+
+    def _guard_rank(self, result: torch.Tensor, ref: Ref) -> None:
+        """``x.squeeze()`` has fewer dimensions where one of them is 1."""
+        number = self._traced(result.dim(), self._later(ref, lambda: self._write_call("dim", ref)))
+        self._guard(operator.eq, number, result.dim())
+
+    def _write_call(self, method: str, ref: Ref) -> fx.Node:
+        node = self.graph.call_method(method, (ref.node(self._erased),))
+        node.meta["module_path"], node.meta["source"] = self._stack[-1], user_line()
+        return node
 
     def _create_len(self, ref: Ref) -> fx.Node:
         node = self.graph.call_function(len, (ref.node(self._erased),))
@@ -507,6 +529,11 @@ class ValueTracer(TorchFunctionMode):
             self._written |= {storage_key(t) for t, version in before if t._version != version}
         finally:
             self._paused = False
+        if self.kept.get(path):
+            for inner_path, inner in module.named_modules():
+                for tensor in _attribute_tensors(inner):
+                    if id(tensor) not in self._attributes:
+                        self._left[id(tensor)] = tensor, f"{path}.{inner_path}".rstrip(".")
         self._random = python_random_state()  # what it draws, it draws again when the program runs
         unknown = self.kept.get(path, "") != ""  # a module of torch.nn decides nothing by values
         data_dependent = unknown and not isinstance(result, torch.Tensor)
@@ -517,13 +544,14 @@ class ValueTracer(TorchFunctionMode):
         self, call: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A custom autograd.Function is one node: what its forward does must not be inlined past its backward."""
-        before = _versions((args, kwargs))
+        before, drawn = _versions((args, kwargs)), torch.get_rng_state()
         self._paused = True
         try:
             result = self._own_object(call(*nested_plain(args), **nested_plain(kwargs)), before)
         finally:
             self._paused = False
-        return self._record(FunctionCall(cls), cls.__name__, args, kwargs, result, before)
+        random = not torch.equal(drawn, torch.get_rng_state())
+        return self._record(FunctionCall(cls), cls.__name__, args, kwargs, result, before, random=random)
 
     def _rewind(self, mark: int, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -575,6 +603,7 @@ class ValueTracer(TorchFunctionMode):
             (nn.Module, "__call__", module_call),
             (torch.autograd.Function, "apply", classmethod(function_apply)),
         ]
+        patches.append((nn.Module, "training", property(self._read_mode, _write_mode)))
         for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast):
             patches += self._context_patches(kind)
         if self.says_compiling:
@@ -585,19 +614,44 @@ class ValueTracer(TorchFunctionMode):
                     lambda original=torch.compiler.is_compiling: self._mine() or original(),
                 )
             )
-        patches += [(torch._C, name, self._refuse_call(name)) for name in sdpa_switches()]
+        refused = dict.fromkeys(sdpa_switches(), "it chooses the kernels of scaled_dot_product_attention")
+        patches += [(torch._C, name, self._refuse_call(torch._C, name, why)) for name, why in refused.items()]
+        owner, names = functorch_levels()
+        patches += [
+            (
+                owner,
+                name,
+                self._refuse_call(owner, name, "it calls torch.vmap or another transform of torch.func"),
+            )
+            for name in names
+        ]
+        patches += [
+            (torch.autograd, name, self._refuse_call(torch.autograd, name, f"it calls torch.autograd.{name}"))
+            for name in ("grad", "backward")
+        ]
         patches.append(
             (torch.inference_mode, "__enter__", self._refuse_context(torch.inference_mode.__enter__))
         )
         return patches
 
-    def _refuse_call(self, name: str) -> Any:
-        original = getattr(torch._C, name)
+    def _read_mode(self, module: nn.Module) -> bool:
+        """``module.training``; whose forward asks is written down."""
+        path = self._paths.get(id(module))
+        if path is not None and self._mine():
+            here = self._stack[-1]
+            self.flags[here] = self.flags.get(here, frozenset()) | {path}
+        try:
+            return bool(module.__dict__["training"])
+        except KeyError:
+            raise AttributeError("training") from None
 
-        def call(*args: Any) -> Any:
+    def _refuse_call(self, owner: Any, name: str, why: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self._mine():
-                raise CannotInlineError("it chooses the kernels of scaled_dot_product_attention")
-            return original(*args)
+                raise CannotInlineError(why)
+            return original(*args, **kwargs)
 
         return call
 
@@ -668,6 +722,18 @@ def _tensor_attributes(model: nn.Module) -> dict[int, str]:
             if isinstance(value, torch.Tensor):
                 found.setdefault(id(value), f"{path}.{key}" if path else key)
     return found
+
+
+def _write_mode(module: nn.Module, mode: bool) -> None:
+    module.__dict__["training"] = mode
+
+
+def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors in plain attributes of a module, and in lists and dicts there."""
+    for value in module.__dict__.values():
+        for leaf in nested_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,11 @@ class TracedNumber:
     def __repr__(self) -> str:
         return repr(self.value)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return str(self.concrete())
 
     def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
+        return format(self.concrete(), spec)
 
     def __round__(self, digits: int | None = None) -> Any:
         return (
