@@ -75,9 +75,9 @@ class Text:
     imports: Mapping[str, str] = field(default_factory=dict)
 
 
-def write(graph: fx.Graph, function: str = "forward") -> Text:
-    """`graph` as the text of a method."""
-    return _Writer(graph).write(function)
+def write(graph: fx.Graph, known: Mapping[str, Any] | None = None) -> Text:
+    """`graph` as the text of a method; global names in `known` keep their meaning."""
+    return _Writer(graph, known or {}).write("forward")
 
 
 class StageModule(fx.GraphModule):
@@ -120,8 +120,8 @@ def _fingerprint(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 class _Writer:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, known: Mapping[str, Any]) -> None:
+        self.graph, self.known = graph, known
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
         self.names: dict[str, Any] = {}
@@ -383,7 +383,7 @@ class _Writer:
         """The global name of torch, F, math or operator: another one where the model uses that name."""
         module, path = _SPACES[space]
         name = space
-        while name in self.taken:
+        while name in self.taken or self.known.get(name, module) is not module:
             name += "_"
         self.names[name] = module
         self.imports[name] = f"import {path}" if name == path else f"import {path} as {name}"
@@ -408,7 +408,7 @@ class _Writer:
         base = str(getattr(value, "__name__", type(value).__name__)).split(".")[-1]
         base = base if base.isidentifier() else "function"
         name, n = base, 1
-        while name in self.taken or (name in self.names and self.names[name] is not value):
+        while name in self.taken or any(name in n and n[name] is not value for n in (self.names, self.known)):
             name, n = f"{base}_{n}", n + 1
         if name not in self.names:
             self.names[name] = value

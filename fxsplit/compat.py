@@ -186,6 +186,18 @@ def parameter_hooks_silenced(parameters: Sequence[torch.Tensor]) -> Iterator[Non
 
 
 @contextlib.contextmanager
+def transforms_left() -> Iterator[None]:
+    """Transforms of torch.func (vmap, grad) that are entered inside and not left, because of an error, are left."""
+    functorch = torch._C._functorch  # torch 2.13
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+@contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
     """`torch.export` says on the log and as warnings what it then raises; here it raises only."""
     loggers = [
@@ -245,15 +257,25 @@ def unflatten_outputs(graph: fx.Graph, outputs: Any) -> Any:
     return graph._codegen.process_outputs(outputs)  # torch 2.13
 
 
+RNN_CACHES = ("_flat_weights", "_flat_weight_refs")  # torch 2.13: what an RNN keeps beside its parameters
+
+
+def restore_rnn(module: torch.nn.RNNBase) -> None:
+    """Make the caches of an RNN again from its parameters."""
+    module._init_flat_weights()  # torch 2.13
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
     return int(tensor.untyped_storage()._cdata)  # torch 2.13
 
 
-def functorch_levels() -> tuple[Any, list[str]]:
+def functorch_levels() -> list[tuple[Any, str]]:
     """Where torch.func's transforms enter: refused before they do, because an error inside leaves them entered."""
-    owner = torch._C._functorch  # torch 2.13
-    return owner, [name for name in dir(owner) if name.endswith("_increment_nesting")]
+    owners = [
+        importlib.import_module(f"torch._functorch.{name}") for name in ("vmap", "eager_transforms")
+    ]  # 2.13
+    return [(owner, name) for owner in owners for name in vars(owner) if name.endswith("_increment_nesting")]
 
 
 def sdpa_switches() -> list[str]:

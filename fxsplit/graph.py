@@ -184,16 +184,6 @@ def open_contexts(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
     return found
 
 
-def context_spans(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """First and last position of each context (no_grad, autocast) that is made and left among `nodes`."""
-    position = {node: i for i, node in enumerate(nodes)}
-    return [
-        (position[context], position[node])
-        for node in nodes
-        if (context := leaves(node)) is not None and context in position
-    ]
-
-
 def device_constants(node: fx.Node) -> set[torch.device]:
     """The devices written in the arguments of a node."""
     found: set[torch.device] = set()

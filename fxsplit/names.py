@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterable
 
 from torch import fx, nn
@@ -15,13 +16,15 @@ def local_names(paths: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     used = set(_TAKEN)
     for path in paths:
-        word = path.replace(".", "_")
+        word = re.sub(r"\W", "_", path) or "value"
+        if word.startswith("checkpoint_"):  # the regions' own
+            word = f"the_{word}"
         if word[0].isdigit():
             word = f"layer_{word}"
         if keyword.iskeyword(word):
             word = f"{word}_"
         unique, n = word, 1
-        while unique in used or unique.startswith("checkpoint_"):
+        while unique in used:
             unique, n = f"{word}__{n}", n + 1
         used.add(unique)
         names[path] = unique

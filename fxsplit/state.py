@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,9 +54,11 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     Args:
         parameters: also the values of the parameters; costs a copy of them.
     """
-    modules = list(model.modules())
+    others = unregistered(model)
+    modules = [*model.modules(), *others]
     attributes = [attributes_of(module) for module in modules]
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
+    written += [b for module in others for b in module._buffers.values() if b is not None]
     values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
@@ -78,13 +81,105 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                         grad.data.copy_(kept)
 
 
+class _Snapshot:
+    """What an object holds that changes without the attribute being set: a generator, a namespace, nested containers."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.state = value, _state_of(value)
+
+    def changed(self) -> bool:
+        return not _same_state(self.state, _state_of(self.value))
+
+    def restore(self) -> None:
+        if self.changed():
+            _put_state(self.value, self.state)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, types.SimpleNamespace):
+        return {k: (v, _state_of(v)) for k, v in vars(value).items()}
+    if isinstance(value, dict):
+        return {k: (v, _state_of(v)) for k, v in value.items()}
+    return [(v, _state_of(v)) for v in value] if isinstance(value, list) else None
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and _same_state(list(a.values()), list(b.values()))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(
+            x is y and _same_state(s, t) for (x, s), (y, t) in zip(a, b, strict=True)
+        )
+    return bool(a == b)
+
+
+def _put_state(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, types.SimpleNamespace | dict):
+        table = vars(value) if isinstance(value, types.SimpleNamespace) else value
+        table.clear()
+        table.update({k: v for k, (v, _) in state.items()})
+        for item, inner in state.values():
+            _put_state(item, inner)
+    elif isinstance(value, list):
+        value[:] = [v for v, _ in state]
+        for item, inner in state:
+            _put_state(item, inner)
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return any(
+            isinstance(v, dict | list | random.Random | torch.Generator | types.SimpleNamespace)
+            for v in items
+        )
+    return isinstance(value, random.Random | torch.Generator | types.SimpleNamespace)
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A copy of the attributes of `module`, to compare or restore later.
 
-    One level deeper than `__dict__`: `_parameters`, `_buffers`, `_modules` and the hooks are dicts, and a
-    forward may append to a list.
+    Deeper than `__dict__`: `_parameters`, `_buffers`, `_modules` and the hooks are dicts, a forward may append to a
+    list, and generators and namespaces change inside.
     """
-    return {k: v.copy() if isinstance(v, dict | list | set) else v for k, v in module.__dict__.items()}
+
+    def copied(value: Any) -> Any:
+        if _holds_state(value):
+            return _Snapshot(value)
+        return value.copy() if isinstance(value, dict | list | set) else value
+
+    return {k: copied(v) for k, v in module.__dict__.items()}
+
+
+def unregistered(model: nn.Module) -> list[nn.Module]:
+    """Modules in plain lists and dicts of `model`, which `model.modules()` does not give."""
+    known = {id(m) for m in model.modules()}
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            items = (
+                value
+                if isinstance(value, list | tuple)
+                else value.values()
+                if isinstance(value, dict)
+                else ()
+            )
+            for item in items:
+                if isinstance(item, nn.Module) and id(item) not in known:
+                    found.update({id(m): m for m in item.modules()})
+    return list(found.values())
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
@@ -93,7 +188,10 @@ def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
     changed = []
     for key in [*before, *(k for k in now if k not in before)]:
         old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
+        if isinstance(old, _Snapshot):
+            if new is not old.value or old.changed():
+                changed.append(key)
+        elif isinstance(old, dict) and isinstance(new, dict):
             inner = [*old, *(k for k in new if k not in old)]
             changed += [str(k) for k in inner if old.get(k) is not new.get(k)]
         elif _differs(new, old):
@@ -108,7 +206,10 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
         del now[key]
     for key, value in before.items():
         present = now.get(key)
-        if isinstance(present, dict | list | set) and type(present) is type(value):
+        if isinstance(value, _Snapshot):
+            now[key] = value.value
+            value.restore()
+        elif isinstance(present, dict | list | set) and type(present) is type(value):
             if _differs(present, value):
                 present.clear()  # in place: others may hold the container itself
                 present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]

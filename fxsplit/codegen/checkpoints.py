@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ..cost.saved import Live, Saved, live_bytes, measured_saved
 from ..errors import PartitionError, did_you_mean
-from ..graph import compute_nodes, context_spans, enters, is_context, is_within, leaves
+from ..graph import compute_nodes, enters, is_context, is_within, leaves
 from ..ir import Assignment, Traced
 from ..plan import Budget, Plan
 
@@ -193,7 +193,7 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[i
     arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
     apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful}
     apart |= _cut_contexts(nodes) | {i for i, group in enumerate(groups) if group is None}
-    spans = context_spans(nodes)
+    spans = _context_marks(nodes)
     while True:
         run_of = _number_runs(groups, apart)
         before = len(apart)
@@ -206,9 +206,9 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[i
                 apart.update(() if one_run else touched)
             else:
                 apart.update(i for i in touched if i <= writing[-1] and run_of[i] != run_of[touched[0]])
-        for first, last in spans:  # a context is entered and left in one run
-            if not apart.isdisjoint(range(first, last + 1)):
-                apart.update(range(first, last + 1))
+        for span in spans:  # a context is made, entered and left in one run, or around the runs inside of it
+            if len({run_of[i] for i in span}) > 1:
+                apart.update(span)
         if len(apart) == before:
             break
     runs: Runs = []
@@ -220,6 +220,16 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[i
         else:
             runs.append((i, i + 1))
     return [run for run in runs if any(nodes[i].op != "get_attr" for i in range(*run))]
+
+
+def _context_marks(nodes: Sequence[fx.Node]) -> list[set[int]]:
+    """For each context among `nodes` the positions where it is made, entered and left."""
+    marks: dict[fx.Node, set[int]] = {}
+    for i, node in enumerate(nodes):
+        for context in (node if is_context(node) else None, enters(node), leaves(node)):
+            if context is not None:
+                marks.setdefault(context, set()).add(i)
+    return list(marks.values())
 
 
 def _cut_contexts(nodes: Sequence[fx.Node]) -> set[int]:

@@ -225,17 +225,32 @@ def _contexts(model: nn.Module, traced: Traced, program: Program) -> Found:
         before = opened[position]
         position += len(stage.nodes)
         after = opened[min(position, len(nodes))]
-        again = [n for n in stage.module.graph.nodes if n.meta.get("again")]
-        entered = [n for n in again if n.op == "call_function"]
-        left = [n for n in again if leaves(n) is not None]
-        if [(n.target, n.args, n.kwargs) for n in entered] != [(c.target, c.args, c.kwargs) for c in before]:
+        graph = list(stage.module.graph.nodes)
+        own = [
+            i
+            for i, n in enumerate(graph)
+            if not n.meta.get("again") and n.op not in ("placeholder", "output")
+        ]
+        first, last = (own[0], own[-1]) if own else (len(graph), -1)
+        again = [(i, n) for i, n in enumerate(graph) if n.meta.get("again")]
+        entered = [(i, made) for i, n in again if (made := enters(n)) is not None]
+        left = [(i, made) for i, n in again if (made := leaves(n)) is not None]
+        if [_call(made) for _, made in entered] != [_call(c) for c in before] or any(
+            i > first and n.target is not transfer for i, _ in entered for n in graph[first:i]
+        ):
             yield Violation(
                 f"stage {stage.index} begins inside of {[c.name for c in before]}, and does not enter them"
             )
-        if len(left) != len(after):
+        if [_call(made) for _, made in left] != [_call(c) for c in reversed(after)] or any(
+            i < last for i, _ in left
+        ):
             yield Violation(
                 f"stage {stage.index} ends inside of {[c.name for c in after]}, and does not leave them"
             )
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    return node.target, node.args, node.kwargs
 
 
 def _acyclic(model: nn.Module, traced: Traced, program: Program) -> Found:
@@ -303,10 +318,16 @@ def _repeatable(model: nn.Module, traced: Traced, program: Program) -> Found:
                     f"a region of stage {stage.index} draws random numbers, which would not be repeated"
                 )
             written = {b for f in facts for b in f.buffers}
-            if len(region.meta.get("writes", ())) < len(written):
+            if {_fqn(stage, name) for name in region.meta.get("writes", ())} != written:
                 yield Violation(
                     f"a region of stage {stage.index} writes {sorted(written)}, and would do so twice"
                 )
+
+
+def _fqn(stage: Stage, name: str) -> str:
+    """The model's name of a buffer in a region's code."""
+    first, _, rest = name.partition(".")
+    return f"{stage.paths.get(first, first)}.{rest}" if rest else stage.paths.get(first, first)
 
 
 def _transfers(model: nn.Module, traced: Traced, program: Program) -> Found:
@@ -350,6 +371,14 @@ def _names(devices: set[torch.device]) -> str:
 
 def _own_objects(model: nn.Module, traced: Traced, program: Program) -> Found:
     for stage in program.stages:
+        for module in (stage.module, *region_modules(stage.module)):
+            for node in module.graph.nodes:
+                reads = node.op in ("call_module", "get_attr") and str(node.target) not in stage.paths
+                value = getattr(module, str(node.target), None) if reads else None
+                if isinstance(value, nn.Module | nn.Parameter) and not isinstance(value, fx.GraphModule):
+                    yield Violation(
+                        f"stage {stage.index}: self.{node.target} is not said to be the model's", node
+                    )
         for name, fqn in stage.paths.items():
             holders = [stage.module, *region_modules(stage.module)]
             found = [getattr(h, name) for h in holders if hasattr(h, name)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import keyword
 import os
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..batch import BatchDims
-from ..code import StageModule
+from ..code import StageModule, write
 from ..compat import classes_in, spec_to_text
 from ..errors import SerializeError
 from ..graph import ModuleMode, output_values, region_runs
@@ -73,8 +75,14 @@ def source(stage: Stage) -> str:
     texts = [(f"Stage{stage.index}", stage.module), *((_class_name(stage, name), r) for name, r in regions)]
     imports = {"import torch", "from torch import nn"}
     classes = []
+    names: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        **dict.fromkeys(name for name, _ in texts),
+    }  # one file, one meaning
     for name, module in texts:
-        text = type(module).text  # type: ignore[attr-defined]
+        text = write(module.graph, known=names)
+        names.update(text.names)
         for word, value in text.names.items():
             if word not in text.imports:
                 raise SerializeError(
@@ -119,12 +127,16 @@ def _binding(stage: Stage, module: fx.GraphModule, name: str) -> str:
     if isinstance(value, nn.Module):
         return f'self.{name} = model.get_submodule("{fqn}")'
     owner, _, leaf = fqn.rpartition(".")
-    return f'self.{name} = model.get_submodule("{owner}").{leaf}' if owner else f"self.{name} = model.{leaf}"
+    holder = f'model.get_submodule("{owner}")' if owner else "model"
+    plain = leaf.isidentifier() and not keyword.iskeyword(leaf)
+    return f"self.{name} = {holder}.{leaf}" if plain else f"self.{name} = getattr({holder}, {leaf!r})"
 
 
 def _literal(tensor: torch.Tensor) -> str:
     """A constant of the program as Python."""
-    return f"torch.tensor({tensor.detach().cpu().tolist()!r}, dtype={tensor.dtype})"
+    flat = repr(tensor.detach().cpu().flatten().tolist())
+    values = re.sub(r"\b(inf|nan)\b", r'float("\1")', flat)
+    return f"torch.tensor({values}, dtype={tensor.dtype}).reshape({tuple(tensor.shape)})"
 
 
 def _package(pipe: Saved) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..code import name_of, resolve_name
-from ..compat import tree_leaves, tree_unflatten
+from ..compat import RNN_CACHES, restore_rnn, tree_leaves, tree_unflatten
 from ..errors import SerializeError
 from ..graph import is_within
 from ..ir import Traced
@@ -63,7 +63,11 @@ def _described(module: nn.Module) -> dict[str, Any]:
         return {"why_not": f"{type(module).__qualname__} cannot be imported"}
     attributes = {}
     for key, value in vars(module).items():
-        if key in _OWN or isinstance(value, torch.Tensor):
+        if (
+            key in _OWN
+            or isinstance(value, torch.Tensor)
+            or (isinstance(module, nn.RNNBase) and key in RNN_CACHES)
+        ):
             continue
         try:
             attributes[key] = encode(value)
@@ -87,9 +91,9 @@ class _Slot:
 class Skeleton(nn.Module):
     """The tree of a model, without its forward: that of the program takes its place."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.__dict__["_shown"], self.__dict__["_slot"] = name, _Slot()
+        self.__dict__["_slot"] = _Slot()
 
     def runs(self, traced: Traced) -> None:
         """From now on, calling this module runs that graph."""
@@ -101,9 +105,6 @@ class Skeleton(nn.Module):
         inputs = traced.signature.flatten(args, kwargs)
         return tree_unflatten(tree_leaves(list(traced.module(*inputs))), traced.out_spec)
 
-    def _get_name(self) -> str:
-        return str(self.__dict__["_shown"])
-
 
 def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> nn.Module:
     """The modules that `describe` described, with the values of a state_dict.
@@ -111,7 +112,7 @@ def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> 
     Raises:
         SerializeError: a module can be had from the model only, or the state_dict does not fit.
     """
-    root = Skeleton(data["name"])
+    root: Skeleton = type(str(data["name"]), (Skeleton,), {})()
     made: dict[str, nn.Module] = {"": root}
     for path, same_as, training, described in data["modules"]:
         if path:
@@ -153,6 +154,9 @@ def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> 
     for name, value in data["attributes"]:
         owner, _, leaf = name.rpartition(".")
         made[owner].__dict__[leaf] = decode(value)
+    for module in root.modules():
+        if isinstance(module, nn.RNNBase):
+            restore_rnn(module)
     return root
 
 

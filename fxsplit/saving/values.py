@@ -65,9 +65,7 @@ def encode(value: Any) -> Any:
         name = name_of(value)
         if name is not None:
             return {"function": name}
-    raise CannotEncodeError(
-        f"{value!r} of type {type(value).__name__} has no name that it could be imported by"
-    )
+    raise CannotEncodeError(f"a {type(value).__name__} has no name that it could be imported by")
 
 
 def decode(value: Any, nodes: dict[str, fx.Node] | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..compat import TreeSpec, tree_flatten
+from ..compat import TreeSpec, transforms_left, tree_flatten
 from ..errors import TraceError
 from ..ir import Source
 from .capture import Capture, Request, refuse_bad_example
@@ -96,7 +96,8 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
         return leaves
 
     try:
-        graph = tracer.trace(call, request.leaves(), [a.placeholder for a in request.signature.arguments])
+        with transforms_left():
+            graph = tracer.trace(call, request.leaves(), [a.placeholder for a in request.signature.arguments])
     except Exception as error:
         refuse_bad_example(request)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -22,6 +22,7 @@ from ..compat import (
     SCALAR_CHECK,
     quiet_export,
     size_range,
+    transforms_left,
     tree_flatten,
     tree_map,
     unflatten_outputs,
@@ -51,7 +52,7 @@ def _export(request: Request, *, strict: bool) -> Capture:
     bound = request.signature.signature.bind(*args, **kwargs)
     shapes = {name: tree_map(_dynamic, value) for name, value in bound.arguments.items()}
     try:
-        with quiet_export():
+        with transforms_left(), quiet_export():
             program = torch.export.export(
                 request.model,
                 args,
@@ -222,6 +223,10 @@ class _Adopter:
         self._create(node, "call_method", "__exit__", (made, None, None, None), {})
 
     def _create(self, node: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        if "functorch" in str(getattr(target, "__module__", "")):
+            raise TraceError(
+                "torch.export keeps torch.vmap and other transforms as calls that enter and leave them"
+            )
         path = _module_path(node, self.paths)
         child = path.split(".")[0]
         self.child_call += bool(child and child != self.last_child)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..batch import BatchDims
+from ..compat import transforms_left
 from ..errors import FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
 from ..graph import resolve, run_under
 from ..ir import NodeFacts, Traced
@@ -23,7 +24,7 @@ from .by_value import GivenTracer, as_compiled, as_eager
 from .capture import Capture, FrontEnd, Request
 from .exported import exported, exported_strictly
 from .facts import find_facts
-from .modes import Modes, in_both_modes
+from .modes import Modes, OthersFlagError, in_both_modes
 from .naming import with_the_users_names
 from .tracer import BY_VALUE
 
@@ -73,7 +74,7 @@ def trace(
     asked = _asked_whole(model, leaf_modules)
     refused: dict[str, FxsplitError] = {}
     narrow: Traced | None = None
-    with TRACING, preserved(model, parameters=True), torch.enable_grad():
+    with TRACING, preserved(model, parameters=True), torch.enable_grad(), transforms_left():
         for name, front_end, request, captures in _attempts(
             Request(model, signature, inputs, asked), tracer, refused
         ):
@@ -114,6 +115,8 @@ def _attempts(request: Request, tracer: Any, refused: dict[str, FxsplitError]) -
         own = replace(request, kept=dict(request.kept))
         try:
             captures = in_both_modes(front_end, own, give_up)
+        except OthersFlagError:  # other front ends do not notice
+            raise
         except TraceError as error:
             refused[name] = error
             return []

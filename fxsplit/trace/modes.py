@@ -18,6 +18,10 @@ from .capture import Capture, FrontEnd, Request
 Modes = tuple[bool, ...]
 
 
+class OthersFlagError(TraceError):
+    """Two graphs would be needed, and which one is right is not said by the model's own flag."""
+
+
 def in_both_modes(
     front_end: FrontEnd, request: Request, give_up: Callable[[Request], bool] = lambda request: False
 ) -> list[tuple[Capture, Modes]]:
@@ -94,7 +98,7 @@ def _refuse_others_flags(model: nn.Module, *captures: Capture) -> None:
     for capture in captures:
         read = capture.flags.get("", frozenset()) - {""}
         if read:
-            raise TraceError(
+            raise OthersFlagError(
                 f"{type(model).__name__}.forward takes another path by the mode of {sorted(read)[0]!r}, not by its own",
                 where=_first_line(capture.graph),
                 remedy="read self.training, or move what reads the other module's mode into a submodule",

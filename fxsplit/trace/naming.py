@@ -39,11 +39,23 @@ def _users_name(node: fx.Node) -> str | None:
     if any(user.target is operator.getitem and user.meta.get("source") == source for user in node.users):
         return None  # its parts have the names
     target = _assignments(source.path).get(source.span)
-    if isinstance(target, ast.Tuple):
-        index = node.args[1] if node.target is operator.getitem and len(node.args) > 1 else None
-        target = target.elts[index] if isinstance(index, int) and 0 <= index < len(target.elts) else None
+    place: list[int] = []  # l[1][0] for h in: out, (h, c) = l
+    inner = node
+    while (
+        inner.target is operator.getitem
+        and isinstance(inner.args[1], int)
+        and isinstance(inner.args[0], fx.Node)
+    ):
+        if inner.args[0].meta.get("source") != source:
+            break
+        place.insert(0, inner.args[1])
+        inner = inner.args[0]
+    for index in place:
+        if not isinstance(target, ast.Tuple) or not 0 <= index < len(target.elts):
+            return None
+        target = target.elts[index]
     name = target.id if isinstance(target, ast.Name) else None
-    return name if name and name.strip("_") else None
+    return name if name and name.strip("_") and name != "self" else None
 
 
 @functools.lru_cache(maxsize=256)

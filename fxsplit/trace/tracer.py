@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import functorch_levels, sdpa_switches, storage_key, tree_leaves
+from ..compat import functorch_levels, sdpa_switches, storage_key, transforms_left, tree_leaves
 from ..ops import guard
 from ..state import (
     attributes_of,
@@ -494,7 +494,8 @@ class ValueTracer(TorchFunctionMode):
         grad_mode, generator = torch.is_grad_enabled(), torch.get_rng_state()
         self._stack.append(path)
         try:
-            result = original(module, *args, **kwargs)
+            with transforms_left():
+                result = original(module, *args, **kwargs)
             self._refuse_side_effects(module, before)
             return result
         except Exception as error:  # whatever the user's forward raises
@@ -548,9 +549,9 @@ class ValueTracer(TorchFunctionMode):
         self._paused = True
         try:
             result = self._own_object(call(*nested_plain(args), **nested_plain(kwargs)), before)
+            random = not torch.equal(drawn, torch.get_rng_state())
         finally:
             self._paused = False
-        random = not torch.equal(drawn, torch.get_rng_state())
         return self._record(FunctionCall(cls), cls.__name__, args, kwargs, result, before, random=random)
 
     def _rewind(self, mark: int, last: fx.Node | None) -> None:
@@ -616,14 +617,13 @@ class ValueTracer(TorchFunctionMode):
             )
         refused = dict.fromkeys(sdpa_switches(), "it chooses the kernels of scaled_dot_product_attention")
         patches += [(torch._C, name, self._refuse_call(torch._C, name, why)) for name, why in refused.items()]
-        owner, names = functorch_levels()
         patches += [
             (
                 owner,
                 name,
                 self._refuse_call(owner, name, "it calls torch.vmap or another transform of torch.func"),
             )
-            for name in names
+            for owner, name in functorch_levels()
         ]
         patches += [
             (torch.autograd, name, self._refuse_call(torch.autograd, name, f"it calls torch.autograd.{name}"))
