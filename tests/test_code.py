@@ -90,6 +90,54 @@ def test_names_that_the_code_needs_may_be_the_models_too():
     assert_equivalent(model, pipe, *args)
 
 
+class Odd(nn.Module):
+    """Names that Python or the generated code would trip over."""
+
+    def __init__(self):
+        super().__init__()
+        self.checkpoint_0 = nn.Linear(4, 4)
+        self.d = nn.ModuleDict({"a-b": nn.Linear(4, 4), "c d": nn.Linear(4, 4), "für": nn.Linear(4, 4)})
+        self.p = nn.ParameterDict(
+            {"my-key": nn.Parameter(torch.randn(4)), "class": nn.Parameter(torch.randn(4))}
+        )
+        self.q = nn.ParameterList([nn.Parameter(torch.randn(4))])
+
+    def forward(net, x):  # noqa: N805
+        self = net.checkpoint_0(x) + 1
+        for layer in net.d.values():
+            self = layer(self) * 2
+        return self + net.p["my-key"] * net.p["class"] - net.q[0]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_odd_names(checkpoint, tmp_path):
+    model = Odd()
+    pipe = fxsplit.compile(
+        model, fxsplit.Plan(stages=3, checkpoint=checkpoint), example_args=(torch.randn(3, 4),)
+    )
+    assert_equivalent(model, pipe, torch.randn(5, 4))
+    pipe.save_code(tmp_path)
+    for source in (model, model.state_dict()):
+        assert_equivalent(model, fxsplit.load(tmp_path, source), torch.randn(5, 4))
+
+
+def test_the_parts_of_a_tuple_have_their_own_names():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l, self.o = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            out, (h, c) = self.l(x[:, None])
+            return self.o(h[-1].tanh()) + c[-1] + out[:, 0]
+
+    model = Recurrent()
+    pipe = fxsplit.compile(model, example_args=(torch.randn(3, 4),))
+    code = pipe[0].code
+    assert_equivalent(model, pipe, torch.randn(5, 4))
+    assert "h[-1]" in code and "c[-1]" in code and "out[:, 0]" in code
+
+
 def test_effects_stay_in_order():
     def forward(m, x):
         y = m.a(x)

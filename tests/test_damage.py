@@ -238,6 +238,19 @@ def do_not_leave_a_context(s):
     node.graph.erase_node(node)
 
 
+def erase_a_repeated_entry(s):
+    node = s.pick(lambda n: n.meta.get("again") and n.target == "__enter__")
+    node.graph.erase_node(node)
+
+
+def enter_again_too_late(s):
+    node = s.pick(lambda n: n.meta.get("again") and n.target == "__enter__")
+    own = [n for n in node.graph.nodes if computes(n) and not n.meta.get("again")]
+    if not own:
+        raise NotApplicableError
+    own[-1].append(node)
+
+
 def swap_two_outputs_of_a_stage(s):
     stage = s.stage(lambda t: len(t.outputs) > 1)
     output = stage.module.graph.output_node()
@@ -417,6 +430,15 @@ def forget_the_buffers_of_a_region(s):
     regions(s, lambda r: r.meta["writes"]).meta["writes"] = []
 
 
+def put_back_another_buffer(s):
+    meta = regions(s, lambda r: len(r.meta["writes"]) > 1).meta
+    meta["writes"] = [meta["writes"][-1]] * len(meta["writes"])
+
+
+def forget_whose_modules_they_are(s):
+    s.change(s.stage(lambda t: t.paths), paths={})
+
+
 def repeat_an_effect(s):
     """The counter is put into a region."""
     stage = s.stage(lambda t: t.stateful and any(n.target == "counter" for n in t.module.graph.nodes))
@@ -468,6 +490,8 @@ DAMAGE = {
     do_not_enter_a_context_again: {"same-graph", "contexts"},
     enter_another_context_again: {"contexts"},
     do_not_leave_a_context: {"contexts"},
+    erase_a_repeated_entry: {"contexts"},
+    enter_again_too_late: {"contexts"},
     swap_two_outputs_of_a_stage: {"interface"},
     drop_an_output_of_a_stage: {"interface"},
     swap_the_inputs_of_a_call: {"interface"},
@@ -498,6 +522,8 @@ DAMAGE = {
     swap_two_inputs_of_a_region: SAME,
     forget_the_random_numbers_of_a_region: {"repeatable"},
     forget_the_buffers_of_a_region: {"repeatable"},
+    put_back_another_buffer: {"repeatable"},
+    forget_whose_modules_they_are: {"own-objects", "same-graph"},
     repeat_an_effect: {"repeatable"},
     cut_between_a_write_and_its_reader: {"effects-together"},
     run_another_text: {"text"},

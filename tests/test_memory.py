@@ -94,6 +94,32 @@ def test_a_listed_module_is_a_region_of_its_own():
     assert "self.blocks_1_0" in regions[0]
 
 
+class Mixed(nn.Module):
+    """As mixed precision is written: all of it inside of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)
+        )
+        self.o = nn.Linear(16, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.h:
+                x = x + block(x)
+            return self.o(x)
+
+
+@pytest.mark.parametrize("policy", [["h.0"], lambda path, module: path.startswith("h."), Budget("24KiB")])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_regions_inside_of_autocast(policy, stages):
+    model, x = Mixed(), torch.randn(32, 16)
+    pipe = compiled(model, (x,), stages=stages, checkpoint=policy)
+    assert "checkpoint(self.checkpoint_0" in "".join(stage.code for stage in pipe)
+    assert_equivalent(model, pipe, x)
+
+
 def test_what_cannot_be_done_is_said():
     x = torch.randn(8, 8)
     for policy, kind, said in (

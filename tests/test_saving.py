@@ -172,6 +172,59 @@ def test_the_package_can_be_imported_and_a_stage_used_alone(tmp_path, monkeypatc
     assert torch.equal(values[pipe.program.outputs[0]], expected.value)
 
 
+class Constants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.l = nn.Linear(4, 4), nn.LSTM(4, 4, 2, batch_first=True, dropout=0.1)
+        self.tables = [torch.tensor([1.0, float("inf"), -float("inf"), 4.0]), torch.zeros(0, 4)]
+
+    def forward(self, x):
+        y = torch.minimum(self.a(x), self.tables[0]) + torch.matmul(self.tables[1], x.T).sum()
+        return self.l(y[:, None].clamp(-9, 9))[0]
+
+
+def test_constants_and_recurrent_modules(tmp_path, monkeypatch):
+    model = Constants().eval()
+    compiled(model, (torch.randn(4, 4),)).save_code(tmp_path / "saved_constants")
+    for source in (model, model.state_dict()):
+        loaded = fxsplit.load(tmp_path / "saved_constants", source)
+        assert_equivalent(model, loaded.eval(), torch.randn(5, 4))
+    monkeypatch.syspath_prepend(tmp_path)
+    stage = importlib.import_module("saved_constants").Stage0(model)
+    x = torch.randn(5, 4)
+    assert torch.equal(stage(x), model(x))
+
+
+class TwoScales(nn.Module):
+    """Two functions of one name, from two modules."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.a, self.inner = nn.Linear(4, 4), inner
+
+    def forward(self, x):
+        return self.inner(Scaled.apply(self.a(x), 2.0))
+
+
+def test_two_functions_of_one_name_stay_two(tmp_path, monkeypatch):
+    (tmp_path / "other_scales.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Scaled(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return x * 3\n"
+        "    @staticmethod\n    def backward(ctx, grad):\n        return grad * 3\n"
+        "class Inner(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.l = nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n        return Scaled.apply(self.l(x))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = TwoScales(importlib.import_module("other_scales").Inner())
+    compiled(model, (torch.randn(4, 4),), checkpoint=["inner"]).save_code(tmp_path / "saved_scales")
+    assert_equivalent(model, fxsplit.load(tmp_path / "saved_scales", model), torch.randn(3, 4))
+    stage = importlib.import_module("saved_scales").Stage0(model)
+    x = torch.randn(5, 4)
+    assert torch.equal(stage(x), model(x))
+
+
 def test_bytes_are_the_same_in_every_process(tmp_path):
     script = (
         "import sys, torch, fxsplit\nfrom tests.models import build\n"

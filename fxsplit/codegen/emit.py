@@ -171,7 +171,8 @@ class _StageWriter:
         region.meta["random"] = any(fact.random for fact in facts)
         region.meta["writes"] = [_local_buffer(b, run, self.names) for fact in facts for b in fact.buffers]
         self.attributes[name] = region
-        operands = (graph.get_attr(name), *(values[n] for n in reads))
+        owner = graph.create_node("get_attr", name, name=f"{name}_region")
+        operands = (owner, *(values[n] for n in reads))
         single = gives[0].name if len(gives) == 1 else f"{name}_values"
         result = graph.create_node("call_function", checkpoint, operands, name=single)
         if len(gives) == 1:

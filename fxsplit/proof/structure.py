@@ -229,14 +229,14 @@ def _contexts(model: nn.Module, traced: Traced, program: Program) -> Found:
         own = [
             i
             for i, n in enumerate(graph)
-            if not n.meta.get("again") and n.op not in ("placeholder", "output")
+            if not (n.meta.get("again") or n.op in ("placeholder", "output") or n.target is transfer)
         ]
         first, last = (own[0], own[-1]) if own else (len(graph), -1)
         again = [(i, n) for i, n in enumerate(graph) if n.meta.get("again")]
         entered = [(i, made) for i, n in again if (made := enters(n)) is not None]
         left = [(i, made) for i, n in again if (made := leaves(n)) is not None]
         if [_call(made) for _, made in entered] != [_call(c) for c in before] or any(
-            i > first and n.target is not transfer for i, _ in entered for n in graph[first:i]
+            i > first for i, _ in entered
         ):
             yield Violation(
                 f"stage {stage.index} begins inside of {[c.name for c in before]}, and does not enter them"
