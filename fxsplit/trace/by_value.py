@@ -13,8 +13,9 @@ from ..compat import TreeSpec, transforms_left, tree_flatten
 from ..errors import TraceError
 from ..ir import Source
 from .capture import Capture, Request, refuse_bad_example
+from .refusal import CannotInlineError
 from .source import error_line
-from .tracer import CannotInlineError, ValueTracer
+from .tracer import ValueTracer
 
 
 def as_eager(request: Request) -> Capture:

@@ -26,7 +26,7 @@ from .exported import exported, exported_strictly
 from .facts import find_facts
 from .modes import Modes, OthersFlagError, in_both_modes
 from .naming import with_the_users_names
-from .tracer import BY_VALUE
+from .refusal import BY_VALUE
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
 # runs the user's model: one compilation at a time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 import types
@@ -14,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import functorch_levels, sdpa_switches, storage_key, transforms_left, tree_leaves
+from ..compat import storage_key, transforms_left, tree_leaves
 from ..ops import guard
 from ..state import (
     attributes_of,
@@ -40,6 +39,8 @@ from .operations import (
     is_masked,
     is_tensor_method,
 )
+from .patches import patched
+from .refusal import BY_VALUE, CannotInlineError
 from .source import error_line, user_line
 from .values import TracedFloat, TracedInt, TracedNumber, nested_leaves, nested_plain, plain
 
@@ -47,13 +48,6 @@ _LITERALS = (
     *(int, float, complex, bool, str, bytes, range, type(None), types.EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-
-
-BY_VALUE = "values of a tensor"  # in every reason that is about what a tensor holds
-
-
-class CannotInlineError(Exception):
-    """Raised while a module's `forward` is traced: the module has to stay whole."""
 
 
 class Ref:
@@ -115,7 +109,7 @@ class ValueTracer(TorchFunctionMode):
         self._erased: set[fx.Node] = set()
         self._sizes: dict[tuple[Ref, Any], TracedInt] = {}
         self._guards: dict[Any, fx.Node] = {}
-        self._contexts: dict[int, fx.Node] = {}
+        self._open: dict[int, fx.Node] = {}  # contexts
         self._storages: dict[int, torch.Tensor] = {}
         self._written: set[int] = set()  # storages that something else than constants was written to
         self._left: dict[int, tuple[torch.Tensor, str]] = {}  # what whole modules put into their attributes
@@ -138,7 +132,7 @@ class ValueTracer(TorchFunctionMode):
             node.meta["module_path"], node.meta["source"] = "", None
             self._bind(x, Ref(node))
         before = attributes_of(self.model)
-        with _patched(self._patches()), self:
+        with patched(self), self:
             outputs = call(self.model, *inputs)
             self._refuse_side_effects(self.model, before)
             self.graph.output(tuple(self._argument(value) for value in outputs))
@@ -474,9 +468,10 @@ class ValueTracer(TorchFunctionMode):
 
     # -- modules -------------------------------------------------------------------------------------------
 
-    def _call_module(
+    def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Inline the module's forward, or write it as one node if that cannot be."""
         path = self._paths.get(id(module))
         if path is None or path == "":
             return original(module, *args, **kwargs)
@@ -541,7 +536,7 @@ class ValueTracer(TorchFunctionMode):
         data_dependent = data_dependent or any(r.data_dependent for r in (*operands, *numbers))
         return self._bind(result, Ref(node, data_dependent=data_dependent))
 
-    def _call_function(
+    def call_function(
         self, call: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A custom autograd.Function is one node: what its forward does must not be inlined past its backward."""
@@ -577,114 +572,34 @@ class ValueTracer(TorchFunctionMode):
             self._random = now
             raise CannotInlineError("its forward draws from Python's or NumPy's random numbers")
 
-    # -- what is patched while tracing ----------------------------------------------------------------------
+    # -- what torch is made to tell (see patches.py) -------------------------------------------------------------
 
-    def _mine(self) -> bool:
+    def is_tracing(self) -> bool:
+        """Whether this thread is in a forward that is being inlined."""
         return not self._paused and threading.get_ident() == self._thread
 
-    def _patches(self) -> list[tuple[Any, str, Any]]:
-        call = nn.Module.__call__
-
-        def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._mine():
-                return call(module, *args, **kwargs)
-            return self._call_module(call, module, args, kwargs)
-
-        apply: Any = torch.autograd.Function.__dict__["apply"]
-
-        def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return apply.__func__(cls, *args, **kwargs)
-
-            if self._mine() and any(isinstance(a, torch.Tensor) for a in tree_leaves((args, kwargs))):
-                return self._call_function(call, cls, args, kwargs)
-            return call(*args, **kwargs)
-
-        patches: list[tuple[Any, str, Any]] = [
-            (nn.Module, "__call__", module_call),
-            (torch.autograd.Function, "apply", classmethod(function_apply)),
-        ]
-        patches.append((nn.Module, "training", property(self._read_mode, _write_mode)))
-        for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast):
-            patches += self._context_patches(kind)
-        if self.says_compiling:
-            patches.append(
-                (
-                    torch.compiler,
-                    "is_compiling",
-                    lambda original=torch.compiler.is_compiling: self._mine() or original(),
-                )
-            )
-        refused = dict.fromkeys(sdpa_switches(), "it chooses the kernels of scaled_dot_product_attention")
-        patches += [(torch._C, name, self._refuse_call(torch._C, name, why)) for name, why in refused.items()]
-        patches += [
-            (
-                owner,
-                name,
-                self._refuse_call(owner, name, "it calls torch.vmap or another transform of torch.func"),
-            )
-            for owner, name in functorch_levels()
-        ]
-        patches += [
-            (torch.autograd, name, self._refuse_call(torch.autograd, name, f"it calls torch.autograd.{name}"))
-            for name in ("grad", "backward")
-        ]
-        patches.append(
-            (torch.inference_mode, "__enter__", self._refuse_context(torch.inference_mode.__enter__))
-        )
-        return patches
-
-    def _read_mode(self, module: nn.Module) -> bool:
-        """``module.training``; whose forward asks is written down."""
+    def read_mode(self, module: nn.Module) -> None:
+        """Write down whose forward asks for ``module.training``."""
         path = self._paths.get(id(module))
-        if path is not None and self._mine():
+        if path is not None:
             here = self._stack[-1]
             self.flags[here] = self.flags.get(here, frozenset()) | {path}
-        try:
-            return bool(module.__dict__["training"])
-        except KeyError:
-            raise AttributeError("training") from None
 
-    def _refuse_call(self, owner: Any, name: str, why: str) -> Any:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._mine():
-                raise CannotInlineError(why)
-            return original(*args, **kwargs)
-
-        return call
-
-    def _refuse_context(self, original: Any) -> Any:
-        def enter(context: Any) -> Any:
-            if self._mine():
-                raise CannotInlineError("it enters inference_mode")
-            return original(context)
-
-        return enter
-
-    def _context_patches(self, kind: Any) -> list[tuple[Any, str, Any]]:
+    def enter_context(self, context: Any) -> None:
         """`with torch.no_grad():` becomes nodes: the context, its __enter__, its __exit__."""
-        original_enter, original_exit = kind.__enter__, kind.__exit__
+        args, kwargs = _context_arguments(context)
+        node = self._create("call_function", type(context), args, kwargs)
+        self._open[id(context)] = node
+        if not isinstance(context, torch.set_grad_enabled):  # sets the mode when it is made
+            entered = self.graph.call_method("__enter__", (node,))
+            entered.meta.update(node.meta)
 
-        def enter(context: Any) -> Any:
-            if self._mine():
-                args, kwargs = _context_arguments(context)
-                node = self._create("call_function", type(context), args, kwargs)
-                self._contexts[id(context)] = node
-                if not isinstance(context, torch.set_grad_enabled):  # sets the mode when it is made
-                    entered = self.graph.call_method("__enter__", (node,))
-                    entered.meta.update(node.meta)
-            return original_enter(context)
-
-        def leave(context: Any, *exc: Any) -> Any:
-            node = self._contexts.pop(id(context), None)
-            if self._mine() and node is not None and node not in self._erased:
-                left = self.graph.call_method("__exit__", (node, None, None, None))
-                left.meta.update(node.meta)
-            return original_exit(context, *exc)
-
-        return [(kind, "__enter__", enter), (kind, "__exit__", leave)]
+    def leave_context(self, context: Any) -> None:
+        """The end of the block, if its beginning was written and not rolled back."""
+        node = self._open.pop(id(context), None)
+        if self.is_tracing() and node is not None and node not in self._erased:
+            left = self.graph.call_method("__exit__", (node, None, None, None))
+            left.meta.update(node.meta)
 
 
 def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
@@ -724,10 +639,6 @@ def _tensor_attributes(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _write_mode(module: nn.Module, mode: bool) -> None:
-    module.__dict__["training"] = mode
-
-
 def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors in plain attributes of a module, and in lists and dicts there."""
     for value in module.__dict__.values():
@@ -761,19 +672,3 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, CannotInlineError):
         text = f"{type(error).__name__}: {text}"
     return f"{text}, {line.short}" if line else text
-
-
-@contextlib.contextmanager
-def _patched(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    missing = object()
-    originals = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in patches]
-    try:
-        for owner, name, value in patches:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in originals:
-            if value is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)

@@ -1,0 +1,141 @@
+"""What is replaced in torch while a model is traced, and put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..compat import functorch_levels, sdpa_switches, tree_leaves
+from .refusal import CannotInlineError
+
+
+class Tracer(Protocol):
+    """What the replacements tell the tracer."""
+
+    says_compiling: bool
+
+    def is_tracing(self) -> bool:
+        """Whether this thread is in a forward that is being inlined."""
+
+    def call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module is called."""
+
+    def call_function(
+        self, call: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A custom autograd.Function is applied."""
+
+    def enter_context(self, context: Any) -> None:
+        """A context such as no_grad is entered."""
+
+    def leave_context(self, context: Any) -> None:
+        """A context is left."""
+
+    def read_mode(self, module: nn.Module) -> None:
+        """Somebody asks for ``module.training``."""
+
+
+Patch = tuple[Any, str, Any]
+
+
+@contextlib.contextmanager
+def patched(tracer: Tracer) -> Iterator[None]:
+    """Torch tells `tracer` of the calls that a function mode does not see."""
+    missing = object()
+    patches = [*_calls(tracer), *_contexts(tracer), *_refusals(tracer)]
+    originals = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in patches]
+    try:
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _calls(tracer: Tracer) -> Iterator[Patch]:
+    call = nn.Module.__call__
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not tracer.is_tracing():
+            return call(module, *args, **kwargs)
+        return tracer.call_module(call, module, args, kwargs)
+
+    apply: Any = torch.autograd.Function.__dict__["apply"]
+
+    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return apply.__func__(cls, *args, **kwargs)
+
+        if tracer.is_tracing() and any(isinstance(a, torch.Tensor) for a in tree_leaves((args, kwargs))):
+            return tracer.call_function(call, cls, args, kwargs)
+        return call(*args, **kwargs)
+
+    def read_mode(module: nn.Module) -> bool:
+        if tracer.is_tracing():
+            tracer.read_mode(module)
+        try:
+            return bool(module.__dict__["training"])
+        except KeyError:
+            raise AttributeError("training") from None
+
+    def write_mode(module: nn.Module, mode: bool) -> None:
+        module.__dict__["training"] = mode
+
+    yield nn.Module, "__call__", module_call
+    yield nn.Module, "training", property(read_mode, write_mode)
+    yield torch.autograd.Function, "apply", classmethod(function_apply)
+    if tracer.says_compiling:
+        is_compiling = torch.compiler.is_compiling
+        yield torch.compiler, "is_compiling", lambda: tracer.is_tracing() or is_compiling()
+
+
+def _contexts(tracer: Tracer) -> Iterator[Patch]:
+    for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast):
+        yield from _context(tracer, kind)
+
+
+def _context(tracer: Tracer, kind: Any) -> Iterator[Patch]:
+    original_enter, original_exit = kind.__enter__, kind.__exit__
+
+    def enter(context: Any) -> Any:
+        if tracer.is_tracing():
+            tracer.enter_context(context)
+        return original_enter(context)
+
+    def leave(context: Any, *exc: Any) -> Any:
+        tracer.leave_context(context)
+        return original_exit(context, *exc)
+
+    yield kind, "__enter__", enter
+    yield kind, "__exit__", leave
+
+
+def _refusals(tracer: Tracer) -> Iterator[Patch]:
+    for name in sdpa_switches():
+        yield _refusal(tracer, torch._C, name, "it chooses the kernels of scaled_dot_product_attention")
+    for owner, name in functorch_levels():
+        yield _refusal(tracer, owner, name, "it calls torch.vmap or another transform of torch.func")
+    for name in ("grad", "backward"):
+        yield _refusal(tracer, torch.autograd, name, f"it calls torch.autograd.{name}")
+    yield _refusal(tracer, torch.inference_mode, "__enter__", "it enters inference_mode")
+
+
+def _refusal(tracer: Tracer, owner: Any, name: str, why: str) -> Patch:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if tracer.is_tracing():
+            raise CannotInlineError(why)
+        return original(*args, **kwargs)
+
+    return owner, name, call
