@@ -5,6 +5,7 @@ Each name says in which version of torch it was seen. Everything else in fxsplit
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import importlib
@@ -138,6 +139,8 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 def spec_to_text(spec: TreeSpec) -> str:
     """A structure as JSON text."""
+    for kind in classes_in(spec):
+        name_namedtuple(kind)
     return _pytree.treespec_dumps(spec)  # torch 2.13
 
 
@@ -146,9 +149,23 @@ def spec_from_text(text: str) -> TreeSpec:
     return _pytree.treespec_loads(text)  # torch 2.13
 
 
+def name_namedtuple(kind: type) -> None:
+    """Let a namedtuple of somebody's be written and read by name; once for each class."""
+    if (
+        issubclass(kind, tuple)
+        and hasattr(kind, "_fields")
+        and kind not in _pytree.SUPPORTED_SERIALIZED_TYPES
+    ):
+        _pytree._register_namedtuple(
+            kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}"
+        )  # torch 2.13
+
+
 def classes_in(spec: TreeSpec) -> list[type]:
     """The classes that a structure is made of."""
     own = spec.context.cls if isinstance(spec.context, _RecordType) else spec.type
+    if own is collections.namedtuple:
+        own = spec.context
     return [own] * (own is not None) + [c for child in spec.children() for c in classes_in(child)]
 
 

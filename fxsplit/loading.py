@@ -12,8 +12,9 @@ import torch
 from torch import fx, nn
 
 from .batch import BatchDims
+from .code import resolve_name
 from .codegen.emit import generate
-from .compat import spec_from_text
+from .compat import name_namedtuple, spec_from_text
 from .errors import SerializeError
 from .graph import ModuleMode, resolve, run_under
 from .ir import Assignment, NodeFacts, Source, Traced
@@ -56,6 +57,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module | Mapping[str, torch.T
     graphs = [g for g in (data["graph"], data["other_mode"]) if g is not None]
     for graph in graphs:
         import_all(graph["imports"])
+        for name in graph["namedtuples"]:
+            name_namedtuple(resolve_name(name))
     own = model if isinstance(model, nn.Module) else rebuild(data["model"], model)
     plan = Plan.from_dict(data["plan"])
     pipe: Pipeline | None = None

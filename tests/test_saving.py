@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -193,6 +194,29 @@ def test_constants_and_recurrent_modules(tmp_path, monkeypatch):
     stage = importlib.import_module("saved_constants").Stage0(model)
     x = torch.randn(5, 4)
     assert torch.equal(stage(x), model(x))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, pair):
+        return Pair(self.a(pair.left), [self.b(pair.right), None])
+
+
+def test_namedtuples(tmp_path):
+    model, pair = Pairs(), Pair(torch.randn(4, 4), torch.randn(4, 4))
+    compiled(model, (pair,), stages=2).save_code(tmp_path)
+    for source in (model, model.state_dict()):
+        loaded = fxsplit.load(tmp_path, source)
+        assert_equivalent(model, loaded, pair)
+        assert type(loaded(pair)) is Pair
 
 
 class TwoScales(nn.Module):

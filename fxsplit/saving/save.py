@@ -181,6 +181,12 @@ def _graph(pipe: Saved) -> dict[str, Any]:
     signature = traced.signature
     modules = {c.__module__ for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)}
     return {
+        "namedtuples": sorted(
+            f"{c.__module__}:{c.__qualname__}"
+            for spec in (signature.spec, traced.out_spec)
+            for c in classes_in(spec)
+            if issubclass(c, tuple) and hasattr(c, "_fields")
+        ),
         "imports": sorted(m for m in modules if m not in ("builtins", "collections")),
         "signature": encode_signature(signature.signature),
         "spec": spec_to_text(signature.spec),
