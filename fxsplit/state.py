@@ -155,12 +155,17 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     list, and generators and namespaces change inside.
     """
 
-    def copied(value: Any) -> Any:
-        if _holds_state(value):
+    def copied(key: str, value: Any) -> Any:
+        if key not in _TABLES and _holds_state(value):
             return _Snapshot(value)
         return value.copy() if isinstance(value, dict | list | set) else value
 
-    return {k: copied(v) for k, v in module.__dict__.items()}
+    # most attributes are plain: this is called often
+    return {k: v if type(v) in _PLAIN else copied(k, v) for k, v in module.__dict__.items()}
+
+
+_PLAIN = (bool, int, float, str, type(None), tuple)
+_TABLES = frozenset(vars(nn.Module()))  # of every module: modules, parameters, buffers, hooks
 
 
 def unregistered(model: nn.Module) -> list[nn.Module]:

@@ -82,6 +82,19 @@ def test_a_size_that_is_looked_up():
     right_or_refused(in_text, compiled(in_text, torch.randn(4, 5, 4)), torch.randn(4, 6, 4))
 
 
+def test_a_size_in_a_message_decides_nothing():
+    def checks(m, x):
+        torch._assert(x.dim() == 2, f"expected rows, got {x.shape} and {x.shape[0]}")
+        assert x.shape[1] == 4, f"{x.shape[0]} rows of another width"
+        if x.shape[1] != 4:
+            raise ValueError(f"{x.shape}")
+        return m.b(m.a(x))
+
+    model = Base(checks)
+    pipe = compiled(model)
+    assert_equivalent(model, pipe, torch.randn(9, 4))
+
+
 def anneal(m, x):
     m.step += 1
     y = m.b(m.a(x))

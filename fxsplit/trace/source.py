@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import linecache
 import os
 import sys
 import types
@@ -28,6 +30,29 @@ def user_line() -> Source | None:
             return None
         frame = frame.f_back
     return None
+
+
+def in_a_message() -> bool:
+    """Whether the user's line is in an assert, a raise, or a call whose result nobody takes, such as a warning.
+
+    A size that is written into such a text decides nothing.
+    """
+    line = user_line()
+    return line is not None and line.line in _message_lines(line.path)
+
+
+@functools.lru_cache(maxsize=256)
+def _message_lines(path: str) -> frozenset[int]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return frozenset()
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if call or isinstance(node, ast.Raise | ast.Assert):
+            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .source import in_a_message
+
 if TYPE_CHECKING:
     from .tracer import Ref, ValueTracer
 
@@ -56,10 +58,10 @@ class TracedNumber:
         return repr(self.value)
 
     def __str__(self) -> str:
-        return str(self.concrete())
+        return str(self.value if in_a_message() else self.concrete())
 
     def __format__(self, spec: str) -> str:
-        return format(self.concrete(), spec)
+        return format(self.value if in_a_message() else self.concrete(), spec)
 
     def __round__(self, digits: int | None = None) -> Any:
         return (
