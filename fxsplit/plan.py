@@ -201,6 +201,10 @@ class Plan:
         value = self.checkpoint
         if isinstance(value, list | tuple) and value and all(isinstance(path, str) for path in value):
             self._set("checkpoint", tuple(value))
+        elif isinstance(value, str) and re.match(r"\s*[0-9]", value):
+            raise PlanError(
+                f"checkpoint={value!r} is not known", remedy=f"checkpoint=fxsplit.Budget({value!r})"
+            )
         elif isinstance(value, str):
             self._check_choice("checkpoint", CHECKPOINTS)
         elif not isinstance(value, Budget) and not callable(value):

@@ -60,19 +60,19 @@ def test_contexts_are_blocks_and_sizes_are_written_where_they_are_used():
             pass
         return m.b(x) * scale.sum() / rows + torch.arange(width)[..., -1]
 
-    code = code_of(forward)
-    assert code[:9] == [
+    assert code_of(forward) == [
         "def forward(self, x):",
         "with torch.no_grad():",
-        '    with torch.autocast(torch.device("cpu").type, dtype=torch.bfloat16, enabled=True, cache_enabled=True):',
+        '    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=True, cache_enabled=True):',
         "        a = self.a(x)",
-        "    width = x.size(1)",
-        "    scale = a.float()[:, None, 1:width // 2]",
+        "    size = x.size(1)",
+        "    scale = a.float()[:, None, 1:size // 2]",
         "    del a",
         "with torch.set_grad_enabled(False):",
         "    pass",
-    ] or code[2].startswith("    with torch.autocast(")
-    assert any("with torch.set_grad_enabled(False):" in line for line in code)
+        "add = self.b(x) * scale.sum() / x.size(0) + torch.arange(size)[..., -1]",
+        "return add",
+    ]
 
 
 def test_names_that_the_code_needs_may_be_the_models_too():

@@ -219,6 +219,27 @@ def test_namedtuples(tmp_path):
         assert type(loaded(pair)) is Pair
 
 
+def test_a_module_that_gets_a_parameter_from_another_device(tmp_path):
+    model, batch = build("tied_head")
+    plan = fxsplit.Plan(device_map={"": "cpu:0", "head": "cpu:1"}, checkpoint="always")
+    fxsplit.compile(model, plan, example_args=batch(4)).save_code(tmp_path)
+    for source in (model, model.state_dict()):
+        loaded = fxsplit.load(tmp_path, source)
+        assert any("call_with(self.head" in stage.code for stage in loaded)
+        assert_equivalent(model, loaded, *batch(5), rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_in_the_way(tmp_path):
+    model, batch = build("two_tower")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(errors.SerializeError, match="cannot be a folder"):
+        compiled(model, batch(4)).save_code(tmp_path / "taken")
+    with pytest.raises(errors.ArgumentError, match="takes a pipeline"):
+        fxsplit.verify(model)
+    with pytest.raises(errors.PlanError, match=r"fxsplit\.Budget\('2GiB'\)"):
+        fxsplit.Plan(checkpoint="2GiB")
+
+
 class TwoScales(nn.Module):
     """Two functions of one name, from two modules."""
 

@@ -153,12 +153,8 @@ class _StageWriter:
         inside = set(run)
         order = {node: i for i, node in enumerate(self.traced.graph.nodes)}
         reads = sorted({o for n in run for o in n.all_input_nodes if o not in inside}, key=order.__getitem__)
-        wanted = set(self.part.outputs)
-        gives = [
-            n
-            for n in run
-            if n in wanted or any(user not in inside and user in set(self.part.nodes) for user in n.users)
-        ]
+        wanted, outside = set(self.part.outputs), set(self.part.nodes) - inside
+        gives = [n for n in run if n in wanted or not outside.isdisjoint(n.users)]
         region_graph = fx.Graph()
         inner = {node: _placeholder(region_graph, values[node].name) for node in reads}
         attributes: dict[str, object] = {}

@@ -49,9 +49,7 @@ def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str])
     is one Parameter with one gradient; nothing is copied but what crosses.
     """
     missing = [p for p in parameters if p not in traced.names]
-    taken = {*traced.names.values()}
-    fresh = local_names([*traced.names, *missing])
-    names = {**traced.names, **{p: fresh[p] for p in missing if fresh[p] not in taken}}
+    names = local_names([*traced.names, *missing])  # those that are there keep theirs
     graph, facts = fx.Graph(), dict(traced.facts)
     values: dict[fx.Node, fx.Node] = {}
     shared: dict[str, fx.Node] = {}

@@ -293,11 +293,6 @@ class Pipeline(nn.Module):
         """
         save_code(self, folder)
 
-    @property
-    def mate(self) -> Pipeline | None:
-        """The pipeline of the other mode, if the model needs one."""
-        return self.other_mode
-
     def verify(self) -> str:
         """Prove again that the program is the traced graph, and compare the numbers with the model's.
 
@@ -444,7 +439,13 @@ def verify(pipe: Pipeline) -> str:
 
     Raises:
         VerifyError: names the rule, the node and the user's line, or the first number that differs.
+        ArgumentError: `pipe` is no pipeline.
     """
+    if not isinstance(pipe, Pipeline):
+        raise ArgumentError(
+            f"verify takes a pipeline, not {type(pipe).__name__}",
+            remedy="fxsplit.verify(fxsplit.compile(model, plan, example_args=(x,)))",
+        )
     return pipe.verify()
 
 

@@ -25,7 +25,7 @@ from .values import CannotEncodeError, encode, encode_signature
 FORMAT = 1
 
 
-class Saved(Protocol):
+class Savable(Protocol):
     """What of a `Pipeline` is written."""
 
     model: nn.Module
@@ -38,11 +38,11 @@ class Saved(Protocol):
     example: list[torch.Tensor]
 
     @property
-    def mate(self) -> Saved | None:
+    def other_mode(self) -> Savable | None:
         """The pipeline of the other mode."""
 
 
-def save_code(pipe: Saved, folder: str | os.PathLike[str]) -> None:
+def save_code(pipe: Savable, folder: str | os.PathLike[str]) -> None:
     """Write the stages as Python files that can be read, diffed and imported, and what `load` needs as JSON.
 
     Values of parameters are not written: save ``pipe.state_dict()``. The files are the same in every process, and
@@ -52,12 +52,18 @@ def save_code(pipe: Saved, folder: str | os.PathLike[str]) -> None:
         SerializeError: the program has a function or constant that no file can name; nothing has been written then.
     """
     files = {"program.json": json.dumps(_program(pipe), indent=1, sort_keys=True) + "\n"}
-    for prefix, one in (("", pipe), ("other_mode_", pipe.mate)):
+    for prefix, one in (("", pipe), ("other_mode_", pipe.other_mode)):
         for stage in one.program.stages if one is not None else ():
             files[f"{prefix}stage_{stage.index}.py"] = source(stage)
     files["__init__.py"] = _package(pipe)
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SerializeError(
+            f"{os.fspath(folder)} cannot be a folder: {error.strerror}",
+            remedy="name a new or an empty folder",
+        ) from error
     for stale in (*target.glob("stage_*.py"), *target.glob("other_mode_stage_*.py")):
         if stale.name not in files:
             stale.unlink()
@@ -139,7 +145,7 @@ def _literal(tensor: torch.Tensor) -> str:
     return f"torch.tensor({values}, dtype={tensor.dtype}).reshape({tuple(tensor.shape)})"
 
 
-def _package(pipe: Saved) -> str:
+def _package(pipe: Savable) -> str:
     numbers = [stage.index for stage in pipe.program.stages]
     names = ", ".join(f"Stage{i}" for i in numbers)
     lines = [
@@ -155,11 +161,11 @@ def _package(pipe: Saved) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _program(pipe: Saved) -> dict[str, Any]:
+def _program(pipe: Savable) -> dict[str, Any]:
     data = {"format": FORMAT, "torch": torch.__version__.split("+")[0], "plan": _plan(pipe)}
     try:
         data["graph"] = _graph(pipe)
-        data["other_mode"] = None if pipe.mate is None else _graph(pipe.mate)
+        data["other_mode"] = None if pipe.other_mode is None else _graph(pipe.other_mode)
     except CannotEncodeError as error:
         raise SerializeError(
             f"the pipeline cannot be saved: {error.what}",
@@ -169,14 +175,14 @@ def _program(pipe: Saved) -> dict[str, Any]:
     return data
 
 
-def _plan(pipe: Saved) -> dict[str, Any]:
+def _plan(pipe: Savable) -> dict[str, Any]:
     plan = pipe.plan
     if callable(plan.checkpoint):
         plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
     return plan.to_dict()
 
 
-def _graph(pipe: Saved) -> dict[str, Any]:
+def _graph(pipe: Savable) -> dict[str, Any]:
     traced, assignment = pipe.traced, pipe.assignment
     signature = traced.signature
     modules = {c.__module__ for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)}

@@ -25,7 +25,7 @@ def describe(model: nn.Module, traced: Traced) -> dict[str, Any]:
     place in the tree is needed.
     """
     graphs = [traced] if traced.other_mode is None else [traced, traced.other_mode]
-    called = {str(n.target) for g in graphs for n in g.graph.nodes if n.op == "call_module"}
+    called = {str(n.target) for g in graphs for n in g.graph.nodes if n.op in ("call_module", "get_attr")}
     persistent = set(model.state_dict(keep_vars=True))
     first: dict[int, str] = {}
     tensors = []

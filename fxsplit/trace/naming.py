@@ -36,6 +36,8 @@ def _users_name(node: fx.Node) -> str | None:
     source: Source | None = node.meta.get("source")
     if source is None or source.span is None or node.op not in ("call_function", "call_method"):
         return None
+    if _is_number(node):
+        return None  # it is written when it is first needed, which is in another statement
     if any(user.target is operator.getitem and user.meta.get("source") == source for user in node.users):
         return None  # its parts have the names
     target = _assignments(source.path).get(source.span)
@@ -56,6 +58,20 @@ def _users_name(node: fx.Node) -> str | None:
         target = target.elts[index]
     name = target.id if isinstance(target, ast.Name) else None
     return name if name and name.strip("_") and name != "self" else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    """A size, or arithmetic of sizes."""
+    if node.op == "call_method":
+        return node.target in ("size", "numel", "stride", "dim")
+    if node.target is len:
+        return True
+    operands = node.all_input_nodes
+    return (
+        getattr(node.target, "__module__", "") == "_operator"
+        and bool(operands)
+        and all(map(_is_number, operands))
+    )
 
 
 @functools.lru_cache(maxsize=256)
