@@ -9,22 +9,19 @@ is a ``with`` block, and values that nobody reads any more are deleted.
 from __future__ import annotations
 
 import builtins
-import functools
-import importlib
 import itertools
 import keyword
 import linecache
 import math
 import operator
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
+from .callables import SPACES, import_of, public_names
 from .compat import OpOverload
 
 WIDTH = 100
@@ -49,12 +46,6 @@ _BINARY: dict[Any, tuple[str, int]] = {
 }
 _UNARY = {operator.neg: ("-", 7), operator.pos: ("+", 7), operator.invert: ("~", 7)}
 _ATOM = 10
-_SPACES: dict[str, tuple[Any, str]] = {
-    "torch": (torch, "torch"),
-    "F": (F, "torch.nn.functional"),
-    "math": (math, "math"),
-    "operator": (operator, "operator"),
-}
 _PURE_METHODS = frozenset(("size", "numel", "dim", "stride", "storage_offset", "nelement"))
 _RESIZES = frozenset(
     ("resize_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "resize_as_")
@@ -381,7 +372,7 @@ class _Writer:
 
     def _space(self, space: str) -> str:
         """The global name of torch, F, math or operator: another one where the model uses that name."""
-        module, path = _SPACES[space]
+        module, path = SPACES[space]
         name = space
         while name in self.taken or self.known.get(name, module) is not module:
             name += "_"
@@ -392,7 +383,7 @@ class _Writer:
     def _function(self, function: Any) -> str:
         if getattr(builtins, getattr(function, "__name__", "?"), None) is function:
             return str(getattr(function, "__name__", ""))
-        public = _public_names().get(id(function))
+        public = public_names().get(id(function))
         if public is not None:
             space, _, rest = public.partition(".")
             return f"{self._space(space)}.{rest}"
@@ -412,7 +403,7 @@ class _Writer:
             name, n = f"{base}_{n}", n + 1
         if name not in self.names:
             self.names[name] = value
-            statement = _import_of(value, name)
+            statement = import_of(value, name)
             if statement is not None:
                 self.imports[name] = statement
         return name
@@ -483,59 +474,3 @@ def _context_blocks(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
             if made is not entered:
                 found[made] = "made"
     return {} if stack else found
-
-
-@functools.cache
-def _public_names() -> dict[int, str]:
-    """id of a function → how a user writes it."""
-    found: dict[int, str] = {}
-    spaces: list[tuple[str, Any]] = [
-        ("torch", torch), ("F", F), ("torch.linalg", torch.linalg), ("torch.fft", torch.fft),
-        ("torch.special", torch.special), ("torch.nested", torch.nested), ("torch.sparse", torch.sparse),
-        ("torch.nn.init", nn.init), ("torch.Tensor", torch.Tensor), ("math", math), ("operator", operator),
-    ]  # fmt: skip
-    for prefix, space in spaces:
-        for name in dir(space):
-            value = getattr(space, name, None) if not name.startswith("_") else None
-            if callable(value) and not isinstance(value, types.ModuleType):
-                found.setdefault(id(value), f"{prefix}.{name}")
-    return found
-
-
-def name_of(value: Any) -> str | None:
-    """``module:qualified.name`` under which a function or class can be imported again; None if there is none."""
-    own = getattr(value, "__name__", "?")
-    if getattr(builtins, own, None) is value:
-        return f"builtins:{own}"
-    public = _public_names().get(id(value))
-    if public is not None:
-        space, _, rest = public.partition(".")
-        return f"{_SPACES[space][1]}:{rest}"
-    if isinstance(value, OpOverload):
-        return f"torch:ops.{value}"
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not module or not qualified or "<" in qualified or module == "__main__":
-        return None
-    try:
-        return f"{module}:{qualified}" if resolve_name(f"{module}:{qualified}") is value else None
-    except (ImportError, AttributeError):
-        return None
-
-
-def resolve_name(name: str) -> Any:
-    """The inverse of `name_of`."""
-    module, _, qualified = name.partition(":")
-    value: Any = importlib.import_module(module)
-    for part in qualified.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _import_of(value: Any, name: str) -> str | None:
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not module or not qualified or "<" in qualified or module == "__main__":
-        return None
-    root, *rest = qualified.split(".")
-    if rest:
-        return None
-    return f"from {module} import {root}" + ("" if root == name else f" as {name}")

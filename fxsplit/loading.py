@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from .batch import BatchDims
-from .code import resolve_name
+from .callables import resolve_name
 from .codegen.emit import generate
 from .compat import name_namedtuple, spec_from_text
 from .errors import SerializeError

@@ -11,7 +11,8 @@ from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
 from fxsplit.ops import checkpoint, transfer
 from fxsplit.partition.shared import partition_with_homes
-from fxsplit.proof.structure import inline, verify_structure
+from fxsplit.proof.inline import inline
+from fxsplit.proof.structure import verify_structure
 from fxsplit.trace.front import trace
 from tests.models import MODELS, build
 from tests.test_placement import MAPS

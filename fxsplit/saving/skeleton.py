@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..code import name_of, resolve_name
+from ..callables import name_of, resolve_name
 from ..compat import RNN_CACHES, restore_rnn, tree_leaves, tree_unflatten
 from ..errors import SerializeError
 from ..graph import is_within

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..code import name_of, resolve_name
+from ..callables import name_of, resolve_name
 from ..errors import SerializeError
 from ..ir import TensorSpec
 from ..trace.operations import FunctionCall
