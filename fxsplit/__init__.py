@@ -6,7 +6,7 @@ from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Budget, Plan
 from .runtime.pipeline import Pipeline, verify
-from .runtime.schedule import Action, Schedule
+from .schedules.actions import Action, Schedule
 
 __version__ = "0.1.0"
 __all__ = [

@@ -4,17 +4,11 @@ import pytest
 
 import fxsplit
 from fxsplit.errors import ScheduleError
-from fxsplit.runtime.schedule import (
-    Action,
-    Schedule,
-    bubble,
-    check_schedule,
-    dependencies,
-    gpipe,
-    serial_order,
-    staircase,
-    timeline,
-)
+from fxsplit.schedules.actions import Action, Schedule
+from fxsplit.schedules.catalog import gpipe
+from fxsplit.schedules.needs import dependencies
+from fxsplit.schedules.proof import check_schedule, serial_order
+from fxsplit.schedules.simulate import bubble, staircase, timeline
 from tests.models import build
 
 
@@ -35,13 +29,13 @@ def actions(text):
 
 def test_gpipe():
     assert gpipe(2, 3).workers == (actions("0F0 0F1 0F2 0B0 0B1 0B2"), actions("1F0 1F1 1F2 1B0 1B1 1B2"))
-    assert gpipe(2, 3, replicas=2).workers == (
+    assert gpipe(2, 3, replicas=[2, 2]).workers == (
         actions("0F0 0F2 0B0 0B2"),
         actions("0F1 0B1"),
         actions("1F0 1F2 1B0 1B2"),
         actions("1F1 1B1"),
     )
-    assert gpipe(2, 3, replicas=2).labels == ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert gpipe(2, 3, replicas=[2, 2]).labels == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert str(gpipe(2, 1)) == "stage 0.0: 0F0 0B0\nstage 1.0: 1F0 1B0"
 
 
@@ -97,6 +91,6 @@ def test_a_broken_schedule_is_refused(needs, rows, said):
 def test_the_proof_accepts_what_ends(needs):
     for replicas in (1, 2, 3):
         for m in (1, 2, 7):
-            check_schedule(gpipe(3, m, replicas), 3, m, needs)
+            check_schedule(gpipe(3, m, [replicas] * 3), 3, m, needs)
     order = list(serial_order(gpipe(3, 2).workers, needs))
     assert len(order) == 12 and order[0] == Action("F", 0, 0)

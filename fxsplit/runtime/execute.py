@@ -15,8 +15,9 @@ from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
 from ..ir import Program, Stage
 from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
+from ..schedules.actions import Action, Kind, Needs, Schedule
+from ..schedules.needs import dependencies, parameter_chains
 from .rng import draw_base_seed, seeded, stage_seed
-from .schedule import Action, Kind, Needs, Schedule, dependencies, parameter_chains
 from .worker import Context, play, play_serially
 
 

@@ -25,12 +25,16 @@ from ..proof.structure import RULES, verify_structure
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
+from ..schedules.actions import Schedule
+from ..schedules.catalog import gpipe
+from ..schedules.needs import dependencies
+from ..schedules.proof import check_schedule
+from ..schedules.simulate import bubble, staircase
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .hooks import call_with_hooks
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
-from .schedule import Schedule, bubble, check_schedule, dependencies, gpipe, staircase
 from .worker import thread_state
 
 
@@ -191,7 +195,7 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         if micro_batches not in self._schedules:
-            schedule = gpipe(len(self.stages), micro_batches, self.plan.replicas)
+            schedule = gpipe(len(self.stages), micro_batches, [self.plan.replicas] * len(self.stages))
             check_schedule(
                 schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
             )

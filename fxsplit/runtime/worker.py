@@ -15,7 +15,8 @@ from queue import SimpleQueue
 import torch
 
 from ..errors import WorkerError
-from .schedule import Action, Needs, serial_order
+from ..schedules.actions import Action, Needs
+from ..schedules.proof import serial_order
 
 Act = Callable[[Action], None]
 Context = Callable[[], contextlib.AbstractContextManager[None]]

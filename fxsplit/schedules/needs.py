@@ -1,0 +1,70 @@
+"""What has to be done before an action may start."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from ..ir import Program
+from .actions import Action, Needs
+
+
+def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
+    """What has to be done before an action may start.
+
+    A forward needs the stages that give its inputs. Gradients of a value travel from its last reader to the
+    one before and so on to the stage that gave it, so that they are added in the order in which autograd adds
+    them in the unsplit model; the same holds for a parameter that several stages read. A backward therefore
+    needs its own forward and, for every value and shared parameter, the next stage in that chain.
+
+    Args:
+        in_turn: stages that have to compute their micro-batches one after the other, in order.
+    """
+    made_by, readers = program.producers(), program.readers()
+    chains = [(made_by[v], *readers[v]) for v in made_by if made_by[v] >= 0]
+    one_way = [readers[v] for v in made_by if made_by[v] < 0] + list(parameter_chains(program).values())
+    return needs_of(len(program.stages), chains, one_way, in_turn=in_turn)
+
+
+def needs_of(
+    stages: int,
+    values: Iterable[Sequence[int]],
+    gradients: Iterable[Sequence[int]] = (),
+    *,
+    in_turn: frozenset[int] = frozenset(),
+) -> Needs:
+    """The same for stages of which no more is known than what travels between them.
+
+    Args:
+        stages: how many there are.
+        values: for each value that travels, the stage that makes it and those that read it, in order.
+        gradients: for each argument and parameter, the stages that read it, in order.
+    """
+    forward: list[set[int]] = [set() for _ in range(stages)]
+    backward: list[set[int]] = [set() for _ in range(stages)]
+    values = list(values)
+    for maker, *reading in values:
+        for reader in reading:
+            forward[reader].add(maker)
+    for chain in [*values, *gradients]:
+        for earlier, later in itertools.pairwise(chain):
+            backward[earlier].add(later)
+
+    def needs(action: Action) -> list[Action]:
+        kind, stage, i = action
+        before = [Action("F", stage, i)] if kind == "B" else []
+        before += [Action(kind, s, i) for s in sorted(forward[stage] if kind == "F" else backward[stage])]
+        if stage in in_turn and i > 0:
+            before.append(Action(kind, stage, i - 1))
+        return before
+
+    return needs
+
+
+def parameter_chains(program: Program) -> dict[str, list[int]]:
+    """Parameter FQN → the stages that read it, in execution order; the first one owns its gradient."""
+    chains: dict[str, list[int]] = {}
+    for stage in program.stages:
+        for fqn in stage.parameters:
+            chains.setdefault(fqn, []).append(stage.index)
+    return chains

@@ -1,0 +1,63 @@
+"""Proof that a schedule plays every action once and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..errors import ScheduleError
+from .actions import KINDS, Action, Needs, Schedule
+
+
+def serial_order(workers: Sequence[Sequence[Action]], needs: Needs) -> Iterator[Action]:
+    """One order in which a single worker can play all lists.
+
+    Raises:
+        ScheduleError: the lists wait for each other for ever, or need an action that nobody plays.
+    """
+    everything = {action for actions in workers for action in actions}
+    done: set[Action] = set()
+    position = [0] * len(workers)
+    while True:
+        moved = False
+        for w, actions in enumerate(workers):
+            while position[w] < len(actions):
+                action = actions[position[w]]
+                if any(a not in done for a in needs(action) if a in everything or a.kind == action.kind):
+                    break
+                yield action
+                done.add(action)
+                position[w] += 1
+                moved = True
+        if len(done) == len(everything):
+            return
+        if not moved:
+            stuck = next(
+                actions[position[w]] for w, actions in enumerate(workers) if position[w] < len(actions)
+            )
+            missing = [str(a) for a in needs(stuck) if a not in done]
+            raise ScheduleError(
+                f"the schedule can never finish: {stuck} waits for {', '.join(missing)}", where=str(stuck)
+            )
+
+
+def check_schedule(schedule: Schedule, stages: int, micro_batches: int, needs: Needs) -> None:
+    """Prove that the schedule plays every action exactly once and ends.
+
+    Raises:
+        ScheduleError: names the action that is repeated, missing, unknown or stuck.
+    """
+    expected = {Action(k, s, i) for k in KINDS for s in range(stages) for i in range(micro_batches)}
+    seen: set[Action] = set()
+    for action in (a for actions in schedule.workers for a in actions):
+        if action in seen:
+            raise ScheduleError(f"the schedule plays {action} twice", where=str(action))
+        if action not in expected:
+            raise ScheduleError(
+                f"the schedule plays {action}, but there are {stages} stages and {micro_batches} micro-batches"
+            )
+        seen.add(action)
+    if expected - seen:
+        missing = min(expected - seen)
+        raise ScheduleError(f"the schedule never plays {missing}", where=str(missing))
+    for _ in serial_order(schedule.workers, needs):
+        pass
