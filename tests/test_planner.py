@@ -1,0 +1,275 @@
+"""The planner against definitions that are written out: brute force, downsets, and the order of its preferences."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxsplit.partition.cuts import lightest, tidiest
+from fxsplit.partition.orders import orders
+from fxsplit.partition.planner import SLACK, plan_stages, roomiest
+from fxsplit.partition.problem import Cut, Item, Problem, Slot, Weights, figures, lower_bound, travels
+from fxsplit.partition.search import improved
+from fxsplit.partition.space import Space
+
+amounts = st.integers(0, 20).map(float)
+
+
+@st.composite
+def item_lists(draw, n, least):
+    found = []
+    for _ in range(draw(st.integers(0, 6))):
+        units = draw(st.sets(st.integers(0, n - 1), min_size=min(least, n), max_size=4))
+        if len(units) >= least:
+            found.append(Item(tuple(sorted(units)), draw(amounts)))
+    return tuple(found)
+
+
+@st.composite
+def weights(draw, least_work=0):
+    def factor():
+        return draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+
+    return Weights(draw(st.sampled_from([0.5, 1.0, 3.0])), factor(), factor(), factor(), factor())
+
+
+@st.composite
+def problems(draw, kind=None):
+    """Up to nine units; k unlike devices, or N like ones that may replicate stages."""
+    n = draw(st.integers(1, 9))
+    kind = kind or draw(
+        st.sampled_from(["plain", "traffic", "memory", "unequal", "replicas", "replicas fixed"])
+    )
+    rows = draw(st.integers(1, 3)) if kind == "unequal" else 1
+    work = tuple(tuple(draw(st.lists(amounts, min_size=n, max_size=n))) for _ in range(rows))
+    values = () if kind == "plain" else draw(item_lists(n, 2))
+    parameters, saved = draw(item_lists(n, 1)), draw(item_lists(n, 1))
+    before = [set() for _ in range(n)]
+    for value in values:
+        for unit in value.units[1:]:
+            before[unit].add(value.units[0])
+    for _ in range(draw(st.integers(0, 4))):
+        pair = sorted(draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))))
+        if pair[0] < pair[1]:
+            before[pair[1]].add(pair[0])
+    count = draw(st.integers(1, min(n, 5)))
+    traffic = draw(st.sampled_from([0.0, 0.25, 1.0]))
+    if kind.startswith("replicas"):
+
+        def slot(first, r):
+            load = Weights(1 / r, traffic / r, 2 * (r - 1) / r * draw(st.sampled_from([0.0, 0.5])))
+            return Slot(0, load, devices=tuple(range(first, first + r)))
+
+        if kind == "replicas":
+            moves = tuple(
+                tuple((d + r, slot(d, r)) for r in range(1, count - d + 1)) for d in range(count + 1)
+            )
+            ends = tuple(range(1, count + 1))
+        else:  # layer = (stages, devices): exactly `stages` of them on all devices
+            stages = draw(st.integers(1, count))
+            layers = [(s, d) for s in range(stages + 1) for d in range(count + 1)]
+            place = {layer: i for i, layer in enumerate(layers)}
+            moves = tuple(
+                tuple((place[s + 1, d + r], slot(d, r)) for r in range(1, count - d + 1))
+                if s < stages
+                else ()
+                for s, d in layers
+            )
+            ends = (place[stages, count],)
+    else:
+        slots = []
+        for device in range(count):
+            load = draw(weights()) if kind == "unequal" else Weights(1.0, traffic)
+            room = draw(weights()) if kind == "memory" else Weights()
+            memory = draw(st.sampled_from([10.0, 20.0, 40.0, math.inf])) if kind == "memory" else math.inf
+            slots.append(Slot(draw(st.integers(0, rows - 1)), load, room, memory, (device,)))
+        moves = (*(((j + 1, slots[j]),) for j in range(count)), ())
+        ends = (count,)
+    return Problem(work, values, parameters, saved, tuple(tuple(sorted(b)) for b in before), moves, ends)
+
+
+def every_cut(problem, order):
+    """All contiguous cuts with all slots that may follow each other."""
+    n = problem.units
+
+    def go(layer, start):
+        if start == n:
+            if layer in problem.ends:
+                yield (), ()
+            return
+        for target, slot in problem.moves[layer]:
+            for end in range(start + 1, n + 1):
+                for starts, slots in go(target, end):
+                    yield (start, *starts), (slot, *slots)
+
+    for starts, slots in go(0, 0):
+        yield Cut(tuple(order), starts, slots)
+
+
+def plain_load(problem, cut, which):
+    """The load (or memory) of each stage from its definition, without any code of the planner."""
+    bounds = [*cut.starts, problem.units]
+    found = []
+    for stage, (a, b) in enumerate(itertools.pairwise(bounds)):
+        inside, slot = set(cut.order[a:b]), cut.slots[stage]
+        w = getattr(slot, which)
+        total = w.fixed + w.work * sum(problem.work[slot.row][u] for u in inside)
+        for value in problem.values:
+            made, readers = value.units[0] in inside, set(value.units[1:])
+            enters = not made and readers & inside
+            leaves = made and readers - inside
+            total += w.traffic * value.nbytes * (bool(enters) + bool(leaves))
+        for factor, items in ((w.parameters, problem.parameters), (w.saved, problem.saved)):
+            total += factor * sum(i.nbytes for i in items if inside & set(i.units))
+        found.append(total)
+    return found
+
+
+def fits(problem, cut):
+    needs = plain_load(problem, cut, "room")
+    return all(n <= s.memory * (1 + 1e-9) for n, s in zip(needs, cut.slots, strict=True))
+
+
+def best_by_force(problem, order):
+    loads = [max(plain_load(problem, c, "load")) for c in every_cut(problem, order) if fits(problem, c)]
+    return min(loads, default=None)
+
+
+@settings(max_examples=2500)
+@given(problems())
+def test_the_heaviest_stage_is_the_lightest_there_is(problem):
+    expected = best_by_force(problem, range(problem.units))
+    found = lightest(Space(problem, range(problem.units)))
+    ends = [found[e] for e in problem.ends if e in found]
+    if expected is None:
+        assert not ends
+        return
+    value, cut = min(ends, key=lambda pair: pair[0])
+    assert value == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert max(plain_load(problem, cut, "load")) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert [s.load for s in figures(problem, cut, travels(problem, cut))] == pytest.approx(
+        plain_load(problem, cut, "load")
+    )
+    assert [s.memory for s in figures(problem, cut, travels(problem, cut))] == pytest.approx(
+        plain_load(problem, cut, "room")
+    )
+    assert fits(problem, cut)
+    # With a bound just above the best, what is skipped is not the best.
+    again = lightest(Space(problem, range(problem.units)), expected * (1 + 1e-9) + 1e-9)
+    assert min(again[e][0] for e in problem.ends if e in again) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=500)
+@given(problems(), st.data())
+def test_among_the_light_cuts_the_penalties_are_smallest(problem, data):
+    n = problem.units
+    order = tuple(range(n))
+    best = best_by_force(problem, order)
+    penalties = data.draw(st.lists(amounts, min_size=n + 1, max_size=n + 1))
+    limit = (20.0 if best is None else best) * SLACK + 1e-9
+    wall = data.draw(st.sampled_from([None, *range(1, n)]))
+    walls = () if wall is None else (wall,)
+
+    def penalty(cut):
+        return sum(penalties[s] for s in cut.starts if s) + penalties[0]
+
+    allowed = [
+        c
+        for c in every_cut(problem, order)
+        if fits(problem, c)
+        and max(plain_load(problem, c, "load")) <= limit + 1e-9
+        and (wall is None or wall in c.starts)
+    ]
+    cut = tidiest(Space(problem, order), penalties, limit + 1e-9, problem.ends, walls)
+    assert (cut is None) == (not allowed)
+    if cut is not None:
+        assert penalty(cut) == min(map(penalty, allowed))
+
+
+def plain_step(loads, chains, replicas):
+    return sum(loads)
+
+
+@settings(max_examples=500)
+@given(problems())
+def test_the_plan_is_within_the_slack_of_every_order_tried(problem):
+    forced = [best_by_force(problem, order) for _, order in orders(problem.before, problem.values)]
+    planned = plan_stages(problem, plain_step)
+    if all(f is None for f in forced):
+        assert planned is None
+        cut = roomiest(problem)  # what is said about the memory then
+        least = min(
+            max(n / s.memory for n, s in zip(plain_load(problem, c, "room"), c.slots, strict=True))
+            for c in every_cut(problem, range(problem.units))
+        )
+        assert max(
+            n / s.memory for n, s in zip(plain_load(problem, cut, "room"), cut.slots, strict=True)
+        ) == pytest.approx(least, rel=1e-6, abs=1e-6)
+        return
+    best = min(f for f in forced if f is not None)
+    assert planned.bottleneck <= best * SLACK / 0.999 + 1e-9 and planned.exact
+    assert planned.bound <= best + 1e-9
+    assert fits(problem, planned.cut)
+    searched = plan_stages(problem, plain_step, search=True)
+    assert searched.bottleneck <= best * SLACK / 0.999 + 1e-9
+
+
+def downset_best(problem):
+    """The lightest heaviest stage over all partitions into stages, whatever the order: DP over closed sets of units."""
+    n = problem.units
+    needs = [sum(1 << u for u in before) for before in problem.before]
+    closed = [s for s in range(1 << n) if all(not (s >> u & 1) or needs[u] & ~s == 0 for u in range(n))]
+
+    def load(inside, slot):
+        units = {u for u in range(n) if inside >> u & 1}
+        w = slot.load
+        total = w.fixed + w.work * sum(problem.work[slot.row][u] for u in units)
+        for value in problem.values:
+            made, readers = value.units[0] in units, set(value.units[1:])
+            total += (
+                w.traffic
+                * value.nbytes
+                * (bool(not made and readers & units) + bool(made and readers - units))
+            )
+        for factor, items in ((w.parameters, problem.parameters), (w.saved, problem.saved)):
+            total += factor * sum(i.nbytes for i in items if units & set(i.units))
+        return total
+
+    best = {0: {0: 0.0}}
+    for layer, moves in enumerate(problem.moves):
+        for target, slot in moves:
+            for s, value in best.get(layer, {}).items():
+                for t in closed:
+                    if t != s and s & ~t == 0:
+                        cost = max(value, load(t & ~s, slot))
+                        row = best.setdefault(target, {})
+                        row[t] = min(row.get(t, math.inf), cost)
+    return min((best[e][(1 << n) - 1] for e in problem.ends if (1 << n) - 1 in best.get(e, {})), default=None)
+
+
+@settings(max_examples=150)
+@given(problems("traffic"))
+def test_no_partition_is_below_the_bound(problem):
+    least = downset_best(problem)
+    assert lower_bound(problem) <= least + 1e-9
+    planned = plan_stages(problem, plain_step, search=True)
+    assert planned.bottleneck >= least - 1e-9
+
+
+@settings(max_examples=300)
+@given(problems())
+def test_every_order_is_one_that_the_program_allows(problem):
+    names = []
+    for name, order in orders(problem.before, problem.values):
+        names.append(name)
+        assert sorted(order) == list(range(problem.units))
+        place = {unit: i for i, unit in enumerate(order)}
+        assert all(place[b] < place[u] for u, before in enumerate(problem.before) for b in before)
+    assert names[0] == "program order"
+    if not fits(problem, next(every_cut(problem, range(problem.units)))):
+        return
+    cut = next(every_cut(problem, range(problem.units)))
+    place = {unit: i for i, unit in enumerate(improved(problem, cut))}
+    assert all(place[b] < place[u] for u, before in enumerate(problem.before) for b in before)
