@@ -1,7 +1,10 @@
 """fxsplit: split an unchanged PyTorch model into readable pipeline stages, and prove that the split is the model."""
 
 from . import errors, testing
-from .compiler import compile
+from .compiler import Preview, compile, preview
+from .cost.link import measure_link
+from .cost.model import NodeCost
+from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Budget, Plan
@@ -10,11 +13,15 @@ from .schedules.actions import Action, Schedule
 
 __version__ = "0.1.0"
 __all__ = [
+    "ACCELERATORS",
     "Action",
     "Assignment",
     "Budget",
+    "Device",
+    "NodeCost",
     "Pipeline",
     "Plan",
+    "Preview",
     "Program",
     "Schedule",
     "Stage",
@@ -22,6 +29,8 @@ __all__ = [
     "compile",
     "errors",
     "load",
+    "measure_link",
+    "preview",
     "testing",
     "verify",
 ]

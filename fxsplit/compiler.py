@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .batch import BatchDims
-from .codegen.checkpoints import chosen_runs
+from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
-from .errors import ArgumentError, PlanError
+from .codegen.memory import with_simulated_memory
+from .errors import ArgumentError, PartitionError, PlanError
 from .graph import output_names, output_values
 from .ir import Assignment, Program, Traced
 from .partition.shared import partition_with_homes
@@ -20,8 +22,10 @@ from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
+from .report.tables import stage_table
 from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
+from .sizes import in_units
 from .state import preserved
 from .trace.front import TRACING, trace
 
@@ -59,21 +63,7 @@ def compile(
         PlanError, ModelError, ArgumentError, BatchError, TraceError, PartitionError, VerifyError: see
             `fxsplit.errors`. Nothing has changed then.
     """
-    if plan is None:
-        plan = Plan()
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            f"the plan is {type(plan).__name__}", remedy="fxsplit.compile(model, fxsplit.Plan(stages=2), ...)"
-        )
-    if not isinstance(example_args, tuple | list):
-        raise ArgumentError(
-            f"example_args is a {type(example_args).__name__}, not a tuple of arguments",
-            remedy="example_args=(x,)",
-        )
-    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
-        raise ArgumentError("example_kwargs is not a dict of arguments", remedy='example_kwargs={"x": x}')
-    kwargs = dict(example_kwargs or {})
-
+    plan, kwargs = _arguments(plan, example_args, example_kwargs)
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         traced = trace(
             model,
@@ -94,11 +84,30 @@ def compile(
         return pipe
 
 
+def _arguments(
+    plan: Plan | None, example_args: Sequence[Any], example_kwargs: Mapping[str, Any] | None
+) -> tuple[Plan, dict[str, Any]]:
+    if plan is None:
+        plan = Plan()
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"the plan is {type(plan).__name__}", remedy="fxsplit.compile(model, fxsplit.Plan(stages=2), ...)"
+        )
+    if not isinstance(example_args, tuple | list):
+        raise ArgumentError(
+            f"example_args is a {type(example_args).__name__}, not a tuple of arguments",
+            remedy="example_args=(x,)",
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise ArgumentError("example_kwargs is not a dict of arguments", remedy='example_kwargs={"x": x}')
+    return plan, dict(example_kwargs or {})
+
+
 def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Pipeline:
     """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
-    traced, assignment = partition_with_homes(model, traced, plan, inputs)
+    traced, assignment, runs = _assign(model, traced, plan, inputs)
     _check_devices(assignment)
-    program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, inputs))
+    program = generate(model, traced, assignment, runs)
     verify_structure(model, traced, program)
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merges = _merges(model, traced, plan, dims, inputs)
@@ -107,6 +116,81 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
         other = _pipeline(model, traced.other_mode, _placed_alike(plan, assignment, program), inputs)
     example = [_ordinary(x) for x in inputs]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
+
+
+def _assign(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]
+) -> tuple[Traced, Assignment, list[Runs]]:
+    """Partition, and choose what is recomputed; again with less room where the simulated memory is over a limit."""
+    for room in (1.0, 0.97, 0.9, 0.8):
+        ordered, assignment = partition_with_homes(model, traced, plan, inputs, room)
+        runs = chosen_runs(model, ordered, assignment, plan, inputs)
+        assignment = with_simulated_memory(model, ordered, assignment, plan, runs, inputs)
+        over = [
+            (i, s.memory - s.limit)
+            for i, s in enumerate(assignment.forecast.stages)
+            if s.memory is not None and s.limit is not None and s.memory > s.limit
+        ]
+        if not over or plan.ways_to_cut() not in ([], ["stages"]):
+            break
+    if over:
+        stage, excess = max(over, key=lambda pair: pair[1])
+        raise PartitionError(
+            f"stage {stage} needs {in_units(excess)} more memory than {assignment.devices[stage]} has, by simulation",
+            remedy='checkpoint="always", more stages or micro-batches, or another cut',
+        )
+    return ordered, assignment, runs
+
+
+def preview(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    tracer: Any = None,
+) -> Preview:
+    """What `compile` would make of a model, without generating, moving or checking anything.
+
+    The model may be on the ``meta`` device, and the devices of the plan need not be there. Arguments are as in `compile`.
+
+    Raises:
+        PlanError, ModelError, ArgumentError, BatchError, TraceError, PartitionError: as in `compile`.
+    """
+    plan, kwargs = _arguments(plan, example_args, example_kwargs)
+    with TRACING, torch.inference_mode(False), torch.enable_grad():
+        traced = trace(
+            model,
+            example_args,
+            kwargs,
+            leaf_modules=leaf_modules,
+            tracer=tracer,
+            batch_dims=plan.batch_dims,
+            check=False,
+        )
+        inputs = traced.signature.flatten(example_args, kwargs)
+        traced, assignment, _ = _assign(model, traced, plan, inputs)
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    return Preview(plan, traced, assignment, stage_table(plan, traced, assignment, sizes))
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """A plan for a model, before anything is made of it.
+
+    Attributes:
+        plan, traced, assignment: as of a `Pipeline`.
+        text: the stage table; what the preview prints as.
+    """
+
+    plan: Plan
+    traced: Traced
+    assignment: Assignment
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _placed_alike(plan: Plan, assignment: Assignment, program: Program) -> Plan:
@@ -149,6 +233,12 @@ def _ordinary(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_devices(assignment: Assignment) -> None:
+    for stage, row in enumerate(assignment.rows):
+        if len(set(row)) > 1:
+            raise PlanError(
+                f"stage {stage} is replicated on {', '.join(map(str, row))}: replicas run on one device so far",
+                remedy="fxsplit.preview(...) to plan for them, or the same device several times to run",
+            )
     for stage, device in enumerate(assignment.devices):
         try:
             torch.empty(0, device=device)

@@ -185,20 +185,74 @@ class Traced:
 
 
 @dataclass(frozen=True)
+class StageForecast:
+    """What one stage comes to, for a batch like the example.
+
+    Attributes:
+        bytes_in, bytes_out: of the distinct values that enter from other stages and leave to them.
+        flops: of its forward; None where they were not counted.
+        state: bytes of parameters, gradients and optimizer states; None where memory was not counted.
+        memory: the same and what is kept for backward.
+        limit: how much memory there is; None without a limit.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    flops: int | None = None
+    state: int | None = None
+    memory: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan comes to, and how far from the best it can be.
+
+    Attributes:
+        unit: of the loads: ``"bytes"``, ``"FLOPs"`` or ``"s"``.
+        bound: no partition into as many stages on these devices has a lighter heaviest stage.
+        stages: per stage.
+        cut_bytes: of the values that travel between stages, once for each stage that reads them.
+        bubble: simulated idle share of the workers.
+        how: how the cut was found, or who said it.
+        advice: what would be better; empty if nothing is known.
+    """
+
+    unit: str
+    bound: float
+    stages: tuple[StageForecast, ...]
+    cut_bytes: int
+    bubble: float
+    how: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
 class Assignment:
     """Node → stage and stage → device. Stages are contiguous in program order, so edges only go forward.
 
     Attributes:
         stages: per stage, the names of its nodes in program order.
         devices: per stage.
-        loads: per stage, the cost that the plan weighed (bytes for ``"params"``, seconds for ``"time"``).
+        loads: per stage, the cost that the plan weighed, in `Forecast.unit`.
         cost: the name of that cost.
+        costs: node name → what the node adds to the load of its stage, on the first kind of device.
+        rows: per stage the devices of its replicas; `devices` are their first ones.
+        forecast: what the plan comes to, by the figures it was made of.
     """
 
     stages: tuple[tuple[str, ...], ...]
     devices: tuple[torch.device, ...]
     loads: tuple[float, ...]
     cost: str
+    costs: Mapping[str, float]
+    rows: tuple[tuple[torch.device, ...], ...]
+    forecast: Forecast
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many workers run each stage."""
+        return tuple(len(row) for row in self.rows)
 
     def stage_of(self) -> dict[str, int]:
         """Node name → stage index."""

@@ -17,7 +17,7 @@ from .codegen.emit import generate
 from .compat import name_namedtuple, spec_from_text
 from .errors import SerializeError
 from .graph import ModuleMode, resolve, run_under
-from .ir import Assignment, NodeFacts, Source, Traced
+from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
 from .place import place
 from .plan import Plan
 from .proof.structure import verify_structure
@@ -83,6 +83,9 @@ def _pipeline(
             tuple(torch.device(d) for d in data["devices"]),
             tuple(data["loads"]),
             data["cost"],
+            data["costs"],
+            tuple(tuple(torch.device(d) for d in row) for row in data["rows"]),
+            _forecast(data["forecast"]),
         )
         regions = [[(a, b) for a, b in runs] for runs in data["regions"]]
         program = generate(model, traced, assignment, regions)
@@ -102,6 +105,10 @@ def _pipeline(
     dims = BatchDims(tuple(data["batch_dims"]), tuple(a.name for a in traced.signature.arguments))
     merges = [Merge(how, dim) for how, dim in data["merges"]]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, _example(data, traced), other)
+
+
+def _forecast(data: Mapping[str, Any]) -> Forecast:
+    return Forecast(**{**data, "stages": tuple(StageForecast(**one) for one in data["stages"])})
 
 
 def _traced(data: Mapping[str, Any], model: nn.Module, other: Pipeline | None) -> Traced:

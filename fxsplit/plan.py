@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +15,15 @@ import torch
 from torch import nn
 
 from .errors import PlanError, did_you_mean
+from .hardware import Device, described
+from .sizes import nbytes_of
 
-COSTS = ("params", "time")
+COSTS = ("params", "memory", "flops", "roofline", "time")
+EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe",)
 CHECKPOINTS = ("always", "except_last", "never")
 
 DeviceLike = str | int | torch.device
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,10 @@ class Budget:
     nbytes: int
 
     def __init__(self, nbytes: int | str) -> None:
-        match = (
-            re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", str(nbytes))
-            if isinstance(nbytes, str)
-            else None
-        )
-        if match is not None and match.group(2).upper() in _UNITS:
-            nbytes = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
-        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
+        size = nbytes_of(nbytes)
+        if not size:
             raise PlanError(f"Budget({nbytes!r}) is not a size", remedy='Budget("2GiB") or Budget(2 * 2**30)')
-        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "nbytes", size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +64,19 @@ class Plan:
     How to weigh (with `stages`):
 
     Args:
-        cost: ``"params"`` (bytes of parameters) or ``"time"`` (forward and backward of each node, measured
-            on the example).
+        cost: what the load of a stage is: ``"params"`` (bytes of parameters), ``"memory"`` (those with gradients and
+            optimizer states, and what is kept for backward), ``"flops"`` (floating point operations of forward
+            and backward), ``"roofline"`` (seconds on the described `hardware`: the larger of FLOPs by its rate and
+            bytes by its bandwidth), or ``"time"`` (forward and backward of each node, measured on the example,
+            in seconds). Or seconds of your own: a function of `fxsplit.NodeCost`, or ``{node name: seconds}``,
+            such as ``pipe.assignment.costs``. Where a load is in seconds, the distinct bytes that enter and
+            leave a stage count too, by the link of the `hardware`.
+        hardware: a `fxsplit.Device` that describes each device, or the name of a known one such as
+            ``"A100-80GB"``, or a list with one for each stage. Its memory is a limit.
+        optimizer_states: values that the optimizer keeps for each parameter: 2 for Adam, 1 for SGD with momentum, 0
+            for plain SGD; None where nothing is trained and neither gradients nor activations are kept.
+            Memory is parameters, gradients, these, and what is kept for backward.
+        effort: ``"normal"``, or ``"search"`` to move units between stages beyond the orders that are tried.
 
     Where to place:
 
@@ -87,8 +93,9 @@ class Plan:
             ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes); or, in all of them, the modules
             of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as
             it takes to keep the activations of each device within a `Budget`.
-        replicas: how many workers run each stage; micro-batch i runs on worker i mod `replicas`. Replicas
-            on one device share the parameters.
+        replicas: how many workers run each stage, or a list with the number for each stage; micro-batch i of a
+            stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters. ``"auto"``
+            picks stages and replicas together for the list of `devices` (with `stages`, that many).
         batch_dims: ``{argument name: dimension or None}`` for tensors whose batch dimension is not found
             by itself; ``None`` gives the whole tensor to every micro-batch.
 
@@ -100,29 +107,29 @@ class Plan:
     balance: Sequence[int] | None = None
     cut: Sequence[str] | None = None
     device_map: Mapping[str, Any] | None = None
-    cost: str = "params"
+    cost: str | Mapping[str, float] | Callable[[Any], float] = "params"
+    hardware: Device | str | Sequence[Device | str] | None = None
+    optimizer_states: int | None = 2
+    effort: str = "normal"
     devices: DeviceLike | Sequence[DeviceLike] | None = None
+    max_memory: Mapping[Any, Any] | None = None
     micro_batches: int = 1
     schedule: str = "gpipe"
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
-    replicas: int = 1
+    replicas: int | str | Sequence[int] = 1
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
         self._one_way_to_cut()
-        self._check_choice("cost", COSTS)
+        self._check_cost()
+        self._check_choice("effort", EFFORTS)
         self._check_choice("schedule", SCHEDULES)
         self._check_checkpoint()
-        for field in ("micro_batches", "replicas"):
-            _check_positive(field, getattr(self, field))
-        if self.cost != "params" and self.ways_to_cut() != ["stages"]:
-            way = self.ways_to_cut()[0]
-            raise PlanError(
-                f"cost={self.cost!r} weighs an automatic cut, but {way}= says where to cut",
-                remedy=f"leave out cost=, or replace {way}= by stages=N",
-            )
+        _check_positive("micro_batches", self.micro_batches)
         if self.devices is not None:
             self._check_devices()
+        self._check_replicas()
+        self._check_hardware()
         if self.batch_dims is not None:
             self._check_batch_dims()
 
@@ -143,7 +150,7 @@ class Plan:
                 remedy=f"keep one of {ways[0]}=, {ways[1]}=",
             )
         if not ways:
-            self._set("stages", 1)
+            self._set("stages", None if self.replicas == "auto" else 1)
         elif ways == ["stages"]:
             _check_positive("stages", self.stages)
         elif ways == ["balance"]:
@@ -214,6 +221,83 @@ class Plan:
                 'or fxsplit.Budget("2GiB")',
             )
 
+    def _check_cost(self) -> None:
+        value = self.cost
+        if isinstance(value, str):
+            self._check_choice("cost", COSTS)
+        elif isinstance(value, Mapping):
+            for name, seconds in value.items():
+                number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+                if not isinstance(name, str) or not number or not 0 <= seconds < math.inf:
+                    raise PlanError(
+                        f"cost[{name!r}]={seconds!r} is not a node's name and its seconds",
+                        remedy="cost=pipe.assignment.costs",
+                    )
+            self._set("cost", dict(value))
+        elif not callable(value):
+            raise PlanError(
+                f"cost={value!r} is no cost",
+                remedy=f"one of {', '.join(COSTS)}, a function of a node, or {{node name: seconds}}",
+            )
+        states = self.optimizer_states
+        if states is not None and (not isinstance(states, int) or isinstance(states, bool) or states < 0):
+            raise PlanError(
+                f"optimizer_states={states!r} is not a number of values for each parameter",
+                remedy="2 for Adam, 0 for SGD, None for inference",
+            )
+
+    def _check_replicas(self) -> None:
+        value = self.replicas
+        if isinstance(value, str):
+            self._check_choice("replicas", ("auto",))
+            if not isinstance(self.devices, tuple):
+                raise PlanError(
+                    'replicas="auto" shares a list of devices out, and devices= is none',
+                    remedy='devices=["cpu"] * 4',
+                )
+            if self.ways_to_cut() not in ([], ["stages"]):
+                raise PlanError(
+                    f'replicas="auto" cuts by itself, but {self.ways_to_cut()[0]}= says where to cut',
+                    remedy=f"leave out {self.ways_to_cut()[0]}=, or give the numbers: replicas=[2, 1]",
+                )
+        elif isinstance(value, list | tuple):
+            for i, count in enumerate(value):
+                _check_positive(f"replicas[{i}]", count)
+            stages = self.stage_count()
+            if stages is not None and stages != len(value):
+                raise PlanError(
+                    f"{self.ways_to_cut()[0]}= asks for {stages} stages, but replicas= lists {len(value)}",
+                    remedy=f"list {stages} numbers, or a single one for all",
+                )
+            self._set("replicas", tuple(value))
+        else:
+            _check_positive("replicas", value)
+
+    def _check_hardware(self) -> None:
+        value = self.hardware
+        if isinstance(value, list | tuple):
+            devices = tuple(described(f"hardware[{i}]", one) for i, one in enumerate(value))
+            stages = len(self.devices) if self.replicas == "auto" else self.stage_count()  # type: ignore[arg-type]
+            if stages is not None and stages != len(devices):
+                raise PlanError(
+                    f"the plan has {stages} stages or devices, but hardware= lists {len(devices)}",
+                    remedy=f"describe {stages} of them, or one for all",
+                )
+            self._set("hardware", devices)
+        elif value is not None:
+            self._set("hardware", described("hardware", value))
+        if self.cost == "roofline" and any(d.flops is None or d.bandwidth is None for d in self.described()):
+            raise PlanError(
+                'cost="roofline" needs the rate and the bandwidth of the device',
+                remedy='hardware="A100-80GB", or hardware=fxsplit.Device(flops=1e14, bandwidth=1e12)',
+            )
+
+    def described(self) -> tuple[Device, ...]:
+        """The descriptions: one for all stages, one for each, or an empty one if nothing is described."""
+        if isinstance(self.hardware, tuple):
+            return self.hardware
+        return (self.hardware if isinstance(self.hardware, Device) else Device(),)
+
     def _check_devices(self) -> None:
         if isinstance(self.devices, DeviceLike):
             self._set("devices", _device("devices", self.devices))
@@ -229,6 +313,12 @@ class Plan:
             )
         devices = tuple(_device(f"devices[{i}]", d) for i, d in enumerate(self.devices))
         self._set("devices", devices)
+        if self.replicas == "auto":
+            if (self.stages or 1) > len(devices):
+                raise PlanError(
+                    f"stages={self.stages}, but devices= lists {len(devices)}", remedy="list more devices"
+                )
+            return
         field, count = self.ways_to_cut()[0], self.stage_count()
         if count is not None and count != len(devices):
             raise PlanError(
@@ -280,8 +370,14 @@ class Plan:
             elif callable(value):
                 raise PlanError(
                     f"{field.name}= is a function, which is not written to a file",
-                    remedy="name the modules: checkpoint=[path for path, m in model.named_modules() if ...]",
+                    remedy="cost=pipe.assignment.costs"
+                    if field.name == "cost"
+                    else "name the modules: checkpoint=[path for path, m in model.named_modules() if ...]",
                 )
+            elif field.name == "hardware" and value is not None:
+                value = [one.to_dict() for one in value] if isinstance(value, tuple) else value.to_dict()
+            elif field.name == "optimizer_states" and value is None:
+                value = "inference"
             if value is not None:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
@@ -296,6 +392,8 @@ class Plan:
         policy = fields.get("checkpoint")
         if isinstance(policy, Mapping) and set(policy) == {"budget"}:
             fields = {**fields, "checkpoint": Budget(policy["budget"])}
+        if fields.get("optimizer_states") == "inference":
+            fields = {**fields, "optimizer_states": None}
         return cls(**fields)
 
     def save(self, path: str | os.PathLike[str]) -> None:

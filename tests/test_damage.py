@@ -70,7 +70,7 @@ class Subject:
         self.model, self.inputs = Victim(), [torch.randn(5, 4), torch.randn(5, 4)]
         self.traced = trace(self.model, tuple(self.inputs), {})
         self.plan = self.chance.choice(PLANS)
-        assignment = partition(self.model, self.traced, self.plan, self.inputs)
+        self.traced, assignment = partition(self.model, self.traced, self.plan, self.inputs)
         runs = (
             chosen_runs(self.model, self.traced, assignment, self.plan, self.inputs)
             if seed % 2 == 0
@@ -459,7 +459,7 @@ def cut_between_a_write_and_its_reader(s):
     nodes = compute_nodes(s.traced.graph)
     write = next(i for i, n in enumerate(nodes) if n.target == "sub_")
     bounds = [[n.name for n in nodes[:write]], [n.name for n in nodes[write:]]]
-    assignment = partition(s.model, s.traced, fxsplit.Plan(stages=2), s.inputs)
+    _, assignment = partition(s.model, s.traced, fxsplit.Plan(stages=2), s.inputs)
     s.program = generate(s.model, s.traced, replace(assignment, stages=tuple(map(tuple, bounds))))
 
 

@@ -1,57 +1,14 @@
-"""The automatic cut against brute force; units; balance and cut."""
-
-import itertools
+"""Units; balance, cut and automatic cuts of models; the planner itself is in test_planner.py."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
-from fxsplit.partition.balance import SLACK, balanced_cut, lightest_bottleneck
 from fxsplit.partition.units import bonds, find_units
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
 from tests.models import ResNet, build
-
-
-def all_cuts(n, stages):
-    return itertools.combinations(range(1, n), stages - 1)
-
-
-def heaviest(weights, cut):
-    bounds = [0, *cut, len(weights)]
-    return max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-
-
-@settings(max_examples=500)
-@given(st.data())
-def test_balanced_cut_equals_brute_force(data):
-    n = data.draw(st.integers(1, 9))
-    stages = data.draw(st.integers(1, n))
-    weights = data.draw(st.lists(st.integers(0, 20).map(float), min_size=n, max_size=n))
-    penalties = data.draw(
-        st.lists(
-            st.tuples(st.integers(0, 5).map(float), st.integers(0, 3).map(float)), min_size=n, max_size=n
-        )
-    )
-    best = min(heaviest(weights, cut) for cut in all_cuts(n, stages))
-    assert lightest_bottleneck(weights, stages) == best
-    cut = balanced_cut(weights, penalties, stages)
-    assert len(cut) == stages - 1 and heaviest(weights, cut) <= best * SLACK
-
-    def penalty(cut):
-        return tuple(sum(penalties[i][k] for i in cut) for k in range(2))
-
-    allowed = [c for c in all_cuts(n, stages) if heaviest(weights, c) <= best * SLACK]
-    assert penalty(cut) == min(map(penalty, allowed))
-
-
-def test_a_long_chain_is_planned_fast_enough_to_be_tested():
-    weights = [float(i % 17) for i in range(3000)]
-    cut = balanced_cut(weights, [(1.0, 0.0)] * 3000, 8)
-    assert heaviest(weights, cut) <= sum(weights) / 8 + 17
 
 
 def test_equal_blocks_are_cut_between_blocks():

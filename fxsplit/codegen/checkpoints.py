@@ -168,7 +168,7 @@ def _with(chosen: Sequence[Runs], stage: int, run: tuple[int, int]) -> list[Runs
 
 
 def _work(runs: Runs, stage: Sequence[fx.Node], saved: Saved) -> int:
-    return sum(saved.work[stage[i].name] for start, end in runs for i in range(start, end))
+    return sum(saved.again(stage[i].name) for start, end in runs for i in range(start, end))
 
 
 def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[int | None]) -> Runs:

@@ -24,14 +24,18 @@ class Saved:
     Attributes:
         by_node: node name → the storages that autograd keeps for the node's backward.
         values: node name → the storages of the node's value.
-        work: node name → what computing it again costs: floating point operations and bytes written.
+        flops: node name → floating point operations of its forward, by torch's own registry.
 
     Parameters, buffers and the caller's arguments are not counted: they are there in any case.
     """
 
     by_node: Mapping[str, Storages]
     values: Mapping[str, Storages]
-    work: Mapping[str, int]
+    flops: Mapping[str, int]
+
+    def again(self, name: str) -> int:
+        """What computing a node again costs: floating point operations and bytes written."""
+        return self.flops[name] + sum(self.values[name].values())
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def measured_saved(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tens
     with preserved(model, parameters=True), torch.enable_grad():
         watcher = _Watcher(model, traced.module)
         watcher.run(*(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs))
-    return Saved(watcher.by_node, watcher.values, watcher.work)
+    return Saved(watcher.by_node, watcher.values, watcher.flops)
 
 
 class _Watcher(fx.Interpreter):
@@ -64,7 +68,7 @@ class _Watcher(fx.Interpreter):
         self.values: dict[str, dict[int, int]] = {}
         owned = [*model.parameters(), *state_tensors(model).values()]
         self.ignored = {storage_key(t) for t in owned if t.layout is torch.strided}
-        self.work: dict[str, int] = {}
+        self.flops: dict[str, int] = {}
         self.kept: list[Any] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -83,7 +87,7 @@ class _Watcher(fx.Interpreter):
             self.ignored |= {storage_key(t) for t in tree_leaves(value) if _strided(t)}
         self.values[n.name] = {}
         self._add(self.values[n.name], tree_leaves(value))
-        self.work[n.name] = flops.get_total_flops() + sum(self.values[n.name].values())
+        self.flops[n.name] = flops.get_total_flops()
         self.kept.append(value)
         return value
 

@@ -2,81 +2,168 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ..cost.measured import measured_seconds
-from ..cost.static import parameter_bytes
-from ..errors import PartitionError, did_you_mean
-from ..graph import compute_nodes, cut_bytes, is_within
-from ..ir import Assignment, Traced
+from ..cost.model import name_of, needs_figures, node_costs, unit_of, work_of
+from ..cost.saved import measured_saved
+from ..errors import PartitionError, PlanError, did_you_mean
+from ..graph import compute_nodes, is_within
+from ..ir import Assignment, Forecast, StageForecast, Traced
 from ..plan import Plan
-from .balance import balanced_cut
 from .device_map import place_nodes
+from .explain import better, explanation, predicted_bubble, shortage, simulator
+from .model import Figures, build_problem, replica_counts, stage_nodes
+from .planner import plan_stages
+from .problem import Cut, StageFigures, lower_bound, travels
+from .problem import figures as stage_figures
+from .reorder import reordered
 from .units import Unit, bonds, find_units, sequential_units
 
 
-def partition(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Assignment:
+def partition(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    inputs: Sequence[torch.Tensor],
+    room: float = 1.0,
+) -> tuple[Traced, Assignment]:
     """Assign every node to a stage and every stage to a device.
 
-    *Requires* a traced model; `inputs` are the flat example inputs. *Ensures* stages that are contiguous in
-    program order and separate nothing that `units.bonds` holds together.
+    *Requires* a traced model; `inputs` are the flat example inputs. *Ensures* stages that are contiguous in the order of
+    the program that is returned, and separate nothing that `units.bonds` holds together. That is the traced program, or,
+    where another order of its nodes allows a better cut, the same one in that order.
+
+    Args:
+        room: the part of each memory limit that may be planned with.
 
     Raises:
-        PartitionError: the plan asks for more stages than there are units, cuts where nothing may be cut, or
-            names a module that does not exist.
+        PartitionError: the plan asks for more stages than there are units, cuts where nothing may be cut,
+            names a module that does not exist, or fits in no memory.
+        PlanError: the plan's lists are of other lengths than it has stages, or its cost cannot be had.
     """
-    nodes = compute_nodes(traced.graph)
     units = find_units(traced)
-    devices: list[torch.device] | None = None
-    if plan.device_map is not None:
-        starts, devices = _by_device_map(model, traced, plan, units)
-    elif plan.cut is not None:
-        starts = _by_paths(model, traced, plan.cut, units)
-    elif plan.balance is not None:
-        starts = _by_balance(model, traced, plan.balance, units)
-    else:
-        starts = None
-    costs = measured_seconds(model, traced, inputs) if plan.cost == "time" else parameter_bytes(model, traced)
-    if starts is None:
-        starts = _automatic(traced, plan.stages or 1, units, costs)
-    bounds = [0, *starts, len(nodes)]
-    stages = tuple(tuple(n.name for n in nodes[a:b]) for a, b in itertools.pairwise(bounds))
-    if devices is None:
-        devices = _stage_devices(model, plan, len(stages))
-    return Assignment(
-        stages, tuple(devices), tuple(sum(costs[n] for n in names) for names in stages), plan.cost
-    )
-
-
-def _automatic(traced: Traced, count: int, units: Sequence[Unit], costs: dict[str, float]) -> list[int]:
-    if count > len(units):
+    said = _said(model, traced, plan, units)
+    count = len(said.starts) + 1 if said is not None else plan.stages or 1
+    devices = said.devices if said is not None and said.devices else _stage_devices(model, plan, count)
+    _check_lengths(plan, count)
+    if said is None and count > len(units):
         raise PartitionError(
             f"stages={count}, but the graph has only {len(units)} unit{'s' if len(units) != 1 else ''} that can be cut apart",
             remedy=f"stages={len(units)} or fewer",
         )
-    nodes = compute_nodes(traced.graph)
-    weights = [sum(costs[n.name] for n in nodes[u.start : u.end]) for u in units]
-    if not any(weights):
-        weights = [float(u.end - u.start) for u in units]  # a model without parameters: count its nodes
-    across = cut_bytes(traced, nodes)
-    paths = [traced.facts[n.name].module_path for n in nodes]
-    penalties = [(float(across[u.start]), float(_shared_depth(paths, u.start))) for u in units]
-    return [units[i].start for i in balanced_cut(weights, penalties, count)]
-
-
-def _shared_depth(paths: Sequence[str], position: int) -> int:
-    """How many module levels a cut before this node would go through: whole modules read better."""
-    if position == 0:
-        return 0
-    before, after = paths[position - 1].split("."), paths[position].split(".")
-    return next(
-        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
-        min(len(before), len(after)),
+    figures = weigh_nodes(model, traced, plan, units, inputs)
+    names = [str(d) for d in devices]
+    problem = build_problem(model, traced, plan, figures, names, room)
+    if said is None:
+        planned = plan_stages(problem, simulator(plan), search=plan.effort == "search")
+        if planned is None:
+            raise shortage(model, traced, plan, figures, names)
+        cut, how, advice = planned.cut, explanation(planned), better(planned, unit_of(plan))
+    else:
+        begins = {unit.start: i for i, unit in enumerate(units)}
+        slots = tuple(moves[0][1] for moves in problem.moves[:count])
+        order = tuple(range(len(units)))
+        cut = Cut(order, (0, *(begins[start] for start in said.starts)), slots)
+        how, advice = f"as {plan.ways_to_cut()[0]}= says", ""
+    stages = stage_nodes(traced, units, cut)
+    if cut.order != tuple(range(len(units))):
+        traced = reordered(traced, [name for names in stages for name in names])
+    rows = _rows(plan, cut, devices)
+    moving = travels(problem, cut)
+    found = stage_figures(problem, cut, moving)
+    forecast = Forecast(
+        unit_of(plan),
+        min(lower_bound(problem), max(f.load for f in found)),
+        _stage_forecasts(figures, cut, stages, found, room),
+        int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
+        predicted_bubble(traced, plan, stages, rows, found, moving),
+        how,
+        advice,
     )
+    return traced, Assignment(
+        stages,
+        tuple(row[0] for row in rows),
+        tuple(f.load for f in found),
+        name_of(plan),
+        dict(figures.works[0]),
+        rows,
+        forecast,
+    )
+
+
+@dataclass(frozen=True)
+class _Said:
+    """Where the user says to cut: positions at which stages 1, 2, … begin, and the devices if they are said too."""
+
+    starts: list[int]
+    devices: list[torch.device] | None = None
+
+
+def _said(model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit]) -> _Said | None:
+    if plan.device_map is not None:
+        return _Said(*_by_device_map(model, traced, plan, units))
+    if plan.cut is not None:
+        return _Said(_by_paths(model, traced, plan.cut, units))
+    if plan.balance is not None:
+        return _Said(_by_balance(model, traced, plan.balance, units))
+    return None
+
+
+def weigh_nodes(
+    model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit], inputs: Sequence[torch.Tensor]
+) -> Figures:
+    """What the nodes cost; the example is run only where the plan asks for more than parameters."""
+    saved = measured_saved(model, traced, inputs) if needs_figures(plan) else None
+    costs = node_costs(model, traced, saved) if saved is not None else None
+    described = plan.described() if plan.cost == "roofline" else plan.described()[:1]
+    kinds = list(dict.fromkeys(described))
+    works = tuple(work_of(model, traced, plan, inputs, costs, kind) for kind in kinds)
+    return Figures(units, works, tuple(kinds.index(d) for d in described), saved)
+
+
+def _stage_forecasts(
+    figures: Figures,
+    cut: Cut,
+    stages: Sequence[Sequence[str]],
+    found: Sequence[StageFigures],
+    room: float,
+) -> tuple[StageForecast, ...]:
+    saved = figures.saved
+    return tuple(
+        StageForecast(
+            int(f.bytes_in),
+            int(f.bytes_out),
+            sum(saved.flops[name] for name in names) if saved is not None else None,
+            round(f.parameters * slot.room.parameters) if saved is not None else None,
+            round(f.memory) if saved is not None else None,
+            round(slot.memory / room) if slot.memory < math.inf else None,
+        )
+        for f, slot, names in zip(found, cut.slots, stages, strict=True)
+    )
+
+
+def _rows(plan: Plan, cut: Cut, devices: Sequence[torch.device]) -> tuple[tuple[torch.device, ...], ...]:
+    """The devices of the replicas of each stage."""
+    if plan.replicas == "auto":
+        return tuple(tuple(devices[i] for i in slot.devices) for slot in cut.slots)
+    counts = replica_counts(plan, len(cut.starts))
+    return tuple((device,) * r for device, r in zip(devices, counts, strict=True))
+
+
+def _check_lengths(plan: Plan, count: int) -> None:
+    """For a device map the number of stages is known only now."""
+    for field in ("replicas", "hardware"):
+        value = getattr(plan, field)
+        if isinstance(value, tuple) and plan.replicas != "auto" and len(value) != count:
+            raise PlanError(
+                f"{field}= lists {len(value)}, but {plan.ways_to_cut()[0]}= makes {count} stages",
+                remedy=f"list {count}, or a single one for all",
+            )
 
 
 def _by_balance(model: nn.Module, traced: Traced, balance: Sequence[int], units: Sequence[Unit]) -> list[int]:
@@ -177,7 +264,7 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
 
 def _stage_devices(model: nn.Module, plan: Plan, count: int) -> list[torch.device]:
     if isinstance(plan.devices, tuple):
-        return [torch.device(d) for d in plan.devices]
+        return [torch.device(d) for d in plan.devices]  # one for each stage, or those that are shared out
     if plan.devices is not None:
         return [torch.device(plan.devices)] * count  # type: ignore[arg-type]
     parameter = next(iter([*model.parameters(), *model.buffers()]), None)

@@ -17,19 +17,25 @@ from .assign import partition
 
 
 def partition_with_homes(
-    model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    inputs: Sequence[torch.Tensor],
+    room: float = 1.0,
 ) -> tuple[Traced, Assignment]:
     """The partition, and the program with one home for each parameter.
+
+    Args:
+        room: the part of each memory limit that may be planned with.
 
     Raises:
         PartitionError: as `partition`.
     """
-    assignment = partition(model, traced, plan, inputs)
+    ordered, assignment = partition(model, traced, plan, inputs, room)
     apart = on_two_devices(traced, assignment)
     if apart:
-        traced = passed_by_value(model, traced, apart)
-        assignment = partition(model, traced, plan, inputs)
-    return traced, assignment
+        return partition(model, passed_by_value(model, traced, apart), plan, inputs, room)
+    return ordered, assignment
 
 
 def on_two_devices(traced: Traced, assignment: Assignment) -> list[str]:

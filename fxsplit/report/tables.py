@@ -5,72 +5,90 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
-from ..ir import Assignment, Program, Traced
+from ..graph import module_paths
+from ..ir import Assignment, Traced
 from ..plan import Budget, Plan
+from ..sizes import in_units
 
 
-def stage_table(
-    plan: Plan,
-    traced: Traced,
-    assignment: Assignment,
-    program: Program,
-    sizes: Mapping[str, int],
-    bubble: float,
-) -> str:
-    """One row a stage, and the predicted bubble below. The same bytes for the same plan, in every process.
+def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mapping[str, int]) -> str:
+    """One row a stage, and below what may be claimed. The same bytes for the same plan, in every process.
 
     Args:
         sizes: parameter FQN → bytes.
-        bubble: predicted idle share of the workers.
     """
-    made_by = program.producers()
+    forecast = assignment.forecast
     seen: set[str] = set()
     rows = []
-    for stage, load in zip(program.stages, assignment.loads, strict=True):
-        shared = [p for p in stage.parameters if p in seen]
-        seen.update(stage.parameters)
-        owned = sum(sizes[p] for p in stage.parameters if p not in shared)
-        crossing = [v for v in stage.inputs if made_by[v] >= 0]
-        rows.append(
-            {
-                "stage": stage.index,
-                "device": str(stage.device),
-                "modules": _span(stage.modules),
-                "nodes": len(stage.nodes),
-                "parameters": _bytes(owned) + (f" + {len(shared)} shared" if shared else ""),
-                "load": f"{load * 1e3:.2f} ms"
-                if assignment.cost == "time"
-                else _share(load, assignment.loads),
-                "in": _bytes(sum(traced.facts[v].nbytes for v in crossing)),
-                "out": _bytes(sum(traced.facts[v].nbytes for v in stage.outputs)),
-            }
-        )
-    lines = [tabulate(rows, headers="keys", disable_numparse=True)]
-    lines.append(
-        f"weighed by {assignment.cost}; {plan.schedule} with {plan.micro_batches} micro-batches, "
-        f"{plan.replicas} replica{'s' if plan.replicas != 1 else ''}, checkpoint {_policy(plan.checkpoint)}; "
-        f"predicted bubble {bubble:.1%}"
-    )
+    for index, (names, load, said) in enumerate(
+        zip(assignment.stages, assignment.loads, forecast.stages, strict=True)
+    ):
+        read = list(dict.fromkeys(p for name in names for p in traced.facts[name].parameters))
+        shared = [p for p in read if p in seen]
+        seen.update(read)
+        owned = sum(sizes[p] for p in read if p not in shared)
+        row = {
+            "stage": str(index),
+            "device": _devices(assignment.rows[index]),
+            "modules": _span(module_paths(traced.facts, names)),
+            "nodes": str(len(names)),
+            "parameters": in_units(owned) + (f" + {len(shared)} shared" if shared else ""),
+        }
+        if said.flops is not None:
+            row["FLOP"] = _scaled(said.flops)
+        if said.memory is not None:
+            limit = f" of {in_units(said.limit)}" if said.limit is not None else ""
+            row["memory"] = in_units(said.memory) + limit
+        row["in"], row["out"] = in_units(said.bytes_in), in_units(said.bytes_out)
+        row["load"] = _load(load, forecast.unit)
+        rows.append(row)
+    heaviest = max(assignment.loads)
+    gap = heaviest / forecast.bound - 1 if forecast.bound else 0.0
+    lines = [
+        tabulate(rows, headers="keys", disable_numparse=True),
+        f"load: {assignment.cost}; heaviest {_load(heaviest, forecast.unit)}, no partition below "
+        f"{_load(forecast.bound, forecast.unit)}, gap {gap:.1%}; {forecast.how}",
+        f"{plan.schedule} with {plan.micro_batches} micro-batch{'es' if plan.micro_batches != 1 else ''}, "
+        f"{_replicas(assignment.replicas)}, checkpoint {_policy(plan.checkpoint)}; "
+        f"predicted bubble {forecast.bubble:.1%}; {in_units(forecast.cut_bytes)} travel between stages",
+    ]
+    lines += [forecast.advice] if forecast.advice else []
     lines += [f"kept whole: {path} ({why})" for path, why in traced.kept_whole.items()]
     return "\n".join(lines)
+
+
+def _devices(row: Sequence[torch.device]) -> str:
+    """One device, or those of the replicas."""
+    names = list(dict.fromkeys(map(str, row)))
+    return ", ".join(names) + (f" x {len(row)}" if len(row) > 1 and len(names) == 1 else "")
+
+
+def _replicas(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{counts[0]} replica{'s' if counts[0] != 1 else ''}"
+    return f"{', '.join(map(str, counts))} replicas"
+
+
+def _load(load: float, unit: str) -> str:
+    if unit == "s":
+        return f"{load * 1e3:.3f} ms" if load < 1 else f"{load:.3f} s"
+    return in_units(load) if unit == "bytes" else f"{_scaled(load)}FLOP"
+
+
+def _scaled(count: float) -> str:
+    """``3.1 G``."""
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.1f} {prefix}"
+    return f"{count:.0f} "
 
 
 def _span(modules: tuple[str, str]) -> str:
     first, last = (m or "(model)" for m in modules)
     return first if first == last else f"{first} … {last}"
-
-
-def _bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    unit, scale = next((u, 1024**i) for i, u in ((3, "GiB"), (2, "MiB"), (1, "KiB")) if count >= 1024**i)
-    return f"{count / scale:.1f} {unit}"
-
-
-def _share(load: float, loads: Sequence[float]) -> str:
-    return f"{load / sum(loads):.1%}" if sum(loads) else "0.0%"
 
 
 def _policy(checkpoint: Any) -> str:

@@ -29,7 +29,7 @@ from ..schedules.actions import Schedule
 from ..schedules.catalog import gpipe
 from ..schedules.needs import dependencies
 from ..schedules.proof import check_schedule
-from ..schedules.simulate import bubble, staircase
+from ..schedules.simulate import staircase
 from .autograd import PipelineFunction, Runner
 from .execute import Call
 from .hooks import call_with_hooks
@@ -195,7 +195,7 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         if micro_batches not in self._schedules:
-            schedule = gpipe(len(self.stages), micro_batches, [self.plan.replicas] * len(self.stages))
+            schedule = gpipe(len(self.stages), micro_batches, self.assignment.replicas)
             check_schedule(
                 schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
             )
@@ -325,10 +325,9 @@ class Pipeline(nn.Module):
         return "\n".join(lines)
 
     def report(self) -> str:
-        """The stage table and the predicted bubble."""
+        """The stage table: what each stage has and costs, how far from the best the cut can be, and the predicted bubble."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
-        idle = bubble(self.schedule, dependencies(self.program, in_turn=frozenset()), self.assignment.loads)
-        return stage_table(self.plan, self.traced, self.assignment, self.program, sizes, idle)
+        return stage_table(self.plan, self.traced, self.assignment, sizes)
 
     def memory(self) -> dict[torch.device, Live]:
         """Per device the bytes of activations that a batch like the example keeps for backward, by simulation.

@@ -6,6 +6,7 @@ import json
 import keyword
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,6 +180,8 @@ def _plan(pipe: Savable) -> dict[str, Any]:
     plan = pipe.plan
     if callable(plan.checkpoint):
         plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
+    if callable(plan.cost):
+        plan = plan.replace(cost=pipe.assignment.costs)
     return plan.to_dict()
 
 
@@ -216,6 +219,9 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         "devices": [str(d) for d in assignment.devices],
         "loads": list(assignment.loads),
         "cost": assignment.cost,
+        "costs": dict(assignment.costs),
+        "rows": [[str(d) for d in row] for row in assignment.rows],
+        "forecast": asdict(assignment.forecast),
         "regions": [region_runs(stage) for stage in pipe.program.stages],
         "batch_dims": list(pipe.dims.dims),
         "merges": [[m.how, m.dim] for m in pipe.merges],

@@ -1,0 +1,148 @@
+"""What is said about a plan: how good it is, what would be better, and what would make it fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import PartitionError
+from ..graph import module_paths
+from ..ir import Traced
+from ..plan import Plan
+from ..schedules.catalog import gpipe
+from ..schedules.needs import needs_of
+from ..schedules.simulate import bubble, timeline
+from ..sizes import in_units
+from .model import Figures, build_problem, stage_nodes
+from .planner import Planned, roomiest
+from .problem import Cut, Problem, Simulate, StageFigures, Travel, figures, travels
+
+
+def simulator(plan: Plan) -> Simulate:
+    """Seconds of a step under the plan's schedule and micro-batches; backward is twice as long as forward."""
+    m = plan.micro_batches
+
+    @functools.cache
+    def step(
+        loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
+    ) -> float:
+        schedule = gpipe(len(loads), m, replicas)
+        # A load is divided by its replicas; an action of one of them is not.
+        each = [load * r / m / 3 for load, r in zip(loads, replicas, strict=True)]
+        needs = needs_of(len(loads), chains)
+        times = timeline(schedule, needs, lambda a: each[a.stage] * (1 if a.kind == "F" else 2))
+        return max(end for _, end in times.values())
+
+    return lambda loads, chains, replicas: step(tuple(loads), tuple(map(tuple, chains)), tuple(replicas))
+
+
+def predicted_bubble(
+    traced: Traced,
+    plan: Plan,
+    stages: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[object]],
+    found: Sequence[StageFigures],
+    moving: Sequence[Travel],
+) -> float:
+    """Simulated idle share of the workers. Gradients of arguments and shared parameters wait for each other too."""
+    replicas = [len(row) for row in rows]
+    stage_of = {name: i for i, names in enumerate(stages) for name in names}
+    readers: dict[str, list[int]] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            readers[node.name] = [stage_of[user.name] for user in node.users if user.name in stage_of]
+        elif node.name in stage_of:
+            for parameter in traced.facts[node.name].parameters:
+                readers.setdefault(parameter, []).append(stage_of[node.name])
+    gradients = [sorted(set(stages)) for stages in readers.values()]
+    chains = [(home, *others) for home, others, _ in moving]
+    schedule = gpipe(len(stages), plan.micro_batches, replicas)
+    loads = [f.load * r for f, r in zip(found, replicas, strict=True)]
+    return bubble(schedule, needs_of(len(stages), chains, gradients), loads)
+
+
+def explanation(planned: Planned) -> str:
+    """How the cut was found, and so what may be claimed of it."""
+    orders = "the program's order" if planned.tried == 1 else f"{planned.tried} orders of the program"
+    where = "" if planned.order == "program order" else f", here {planned.order}"
+    kind = "the lightest" if planned.exact else "the lightest found (positions were thinned out)"
+    return f"{kind} of all contiguous cuts of {orders}{where}"
+
+
+def better(planned: Planned, unit: str) -> str:
+    """What the user might rather ask for."""
+    if planned.fewer is None:
+        return ""
+    fewer = planned.fewer
+    gain = 1 - fewer.step / planned.step
+    return f"stages={fewer.stages} would be better: its step is {gain:.1%} shorter, because " + (
+        "more stages do not make the heaviest one lighter"
+        if fewer.bottleneck <= planned.bottleneck * 1.005
+        else "what is won by more stages is lost by waiting and by bytes that travel"
+    )
+
+
+def shortage(
+    model: nn.Module, traced: Traced, plan: Plan, figures_: Figures, devices: Sequence[str]
+) -> PartitionError:
+    """The error for a plan that fits in no memory: what is missing where, and what would help, with the figures."""
+    problem = build_problem(model, traced, plan, figures_, devices)
+    cut, needs = _least(problem)
+    stage = max(range(len(needs)), key=lambda s: needs[s].memory / cut.slots[s].memory)
+    need, limit = needs[stage].memory, cut.slots[stage].memory
+    nodes = stage_nodes(traced, figures_.units, cut)[stage]
+    first, last = (path or type(model).__name__ for path in module_paths(traced.facts, nodes))
+    tried = []
+    for words, variant, others in _variants(plan, devices):
+        if len(others) > len(figures_.units):
+            continue
+        other = build_problem(model, traced, variant, figures_, others)
+        slots, then = _least(other)
+        part, most = max((f.memory / s.memory, f.memory) for f, s in zip(then, slots.slots, strict=True))
+        tried.append(
+            (part > 1, part, f"{words} ({in_units(most)}, {'fits' if part <= 1 else 'does not fit'})")
+        )
+    span = first if first == last else f"{first} … {last}"
+    return PartitionError(
+        f"no cut into {len(cut.starts)} stage{'s' if len(cut.starts) != 1 else ''} fits the memory: at best, stage {stage} "
+        f"({span}) needs {in_units(need)} of {in_units(limit)} on {devices[min(stage, len(devices) - 1)]}, "
+        f"{in_units(need - limit)} too much",
+        remedy=", or ".join(text for _, _, text in sorted(tried)) or "a smaller batch or model",
+    )
+
+
+def _least(problem: Problem) -> tuple[Cut, tuple[StageFigures, ...]]:
+    cut = roomiest(problem)
+    return cut, figures(problem, cut, travels(problem, cut))
+
+
+def _variants(plan: Plan, devices: Sequence[str]) -> list[tuple[str, Plan, list[str]]]:
+    """Plans that need less memory, and what to type for them."""
+    found = []
+    training = plan.optimizer_states is not None
+    checkpointing = plan.checkpoint in ("always", "except_last")
+    m = plan.micro_batches
+    same = list(devices)
+    if training and not checkpointing:
+        found.append(('checkpoint="always"', plan.replace(checkpoint="always"), same))
+    for factor in (2, 4):
+        if training and (checkpointing or not training):
+            found.append((f"micro_batches={m * factor}", plan.replace(micro_batches=m * factor), same))
+    if training and not checkpointing:
+        both = plan.replace(checkpoint="always", micro_batches=4 * m)
+        found.append((f'checkpoint="always", micro_batches={4 * m}', both, same))
+    if training and plan.optimizer_states:
+        found.append(("optimizer_states=0, with plain SGD", plan.replace(optimizer_states=0), same))
+    # More stages are on more devices of the same kinds.
+    alone = len(set(devices)) == len(devices) or plan.devices is None
+    if plan.replicas == 1 and plan.stages is not None and not isinstance(plan.hardware, tuple) and alone:
+        for factor in (2, 4):
+            more = [d for d in devices for _ in range(factor)]
+            limits = plan.max_memory and {
+                d: size * devices.count(d) * factor for d, size in plan.max_memory.items()
+            }
+            bigger = plan.replace(stages=len(more), devices=None, max_memory=limits)
+            found.append((f"stages={len(more)} on {len(more)} such devices", bigger, more))
+    return found

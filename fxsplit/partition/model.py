@@ -1,0 +1,311 @@
+"""`Traced` + `Plan` + costs → the planner's `Problem`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..compat import tree_leaves
+from ..cost.model import parameter_copies, unit_of
+from ..cost.saved import Saved
+from ..graph import compute_nodes, is_within, open_contexts, resolve
+from ..hardware import Device
+from ..ir import TensorSpec, Traced
+from ..plan import Budget, Plan
+from ..schedules.catalog import gpipe, in_flight
+from .problem import Cut, Item, Problem, Slot, Weights
+from .units import Unit
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that is known of the nodes of one model.
+
+    Attributes:
+        units: what may not be cut apart.
+        works: per kind of device, node name → load.
+        kinds: per described device its place in `works`.
+        saved: what is kept for backward; None where it was not counted.
+    """
+
+    units: Sequence[Unit]
+    works: tuple[Mapping[str, float], ...]
+    kinds: tuple[int, ...]
+    saved: Saved | None
+
+
+def build_problem(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    figures: Figures,
+    devices: Sequence[str],
+    room: float = 1.0,
+) -> Problem:
+    """The problem of cutting the graph into stages.
+
+    Args:
+        devices: for each stage, or, with ``replicas="auto"``, those that are shared out. Their number is the number
+            of stages.
+        room: the part of each memory limit that may be planned with.
+    """
+    nodes = compute_nodes(traced.graph)
+    unit_of_node = {
+        nodes[i].name: u for u, unit in enumerate(figures.units) for i in range(unit.start, unit.end)
+    }
+    work = tuple(
+        tuple(math.fsum(row[nodes[i].name] for i in range(u.start, u.end)) for u in figures.units)
+        for row in figures.works
+    )
+    if not any(map(any, work)):  # a model without parameters: count its nodes
+        work = tuple(tuple(float(u.end - u.start) for u in figures.units) for _ in work)
+    values, before = _values(traced, unit_of_node)
+    fixed = "" if not any(open_contexts(nodes)) else "a context such as no_grad or autocast is entered"
+    moves, ends = _moves(plan, devices, figures.kinds)
+    if room != 1.0:
+        moves = tuple(
+            tuple((target, replace(slot, memory=slot.memory * room)) for target, slot in row) for row in moves
+        )
+    return Problem(
+        work,
+        values,
+        _parameters(model, traced, plan, unit_of_node),
+        _saved(model, traced, plan, unit_of_node, figures.saved),
+        before if not fixed else tuple(tuple(range(max(u - 1, 0), u)) for u in range(len(before))),
+        moves,
+        ends,
+        tuple(
+            (traced.facts[nodes[u.start].name].module_path, traced.facts[nodes[u.end - 1].name].module_path)
+            for u in figures.units
+        ),
+        fixed,
+    )
+
+
+def stage_nodes(traced: Traced, units: Sequence[Unit], cut: Cut) -> tuple[tuple[str, ...], ...]:
+    """The names of the nodes of each stage, in the order of execution."""
+    nodes = compute_nodes(traced.graph)
+    pieces = [[nodes[i].name for i in range(units[u].start, units[u].end)] for u in cut.order]
+    return tuple(
+        tuple(itertools.chain.from_iterable(pieces[a:b]))
+        for a, b in itertools.pairwise([*cut.starts, len(pieces)])
+    )
+
+
+def _values(
+    traced: Traced, unit_of: Mapping[str, int]
+) -> tuple[tuple[Item, ...], tuple[tuple[int, ...], ...]]:
+    """What units hand to each other, and which have to come before which.
+
+    Beyond the data, the order is kept among nodes that draw random numbers and among those that change something, and
+    among three or more readers of one differentiable value: autograd adds their gradients in the reverse of that order,
+    and a sum of three depends on it.
+    """
+    facts = traced.facts
+    count = max(unit_of.values()) + 1
+    before: list[set[int]] = [set() for _ in range(count)]
+    values = []
+    effects: list[int] = []
+    readers_of: dict[str, list[int]] = {}
+    for node in traced.graph.nodes:
+        reading = [unit_of[user.name] for user in node.users if user.name in unit_of]
+        floating = any(
+            leaf.dtype.is_floating_point or leaf.dtype.is_complex
+            for leaf in tree_leaves(facts[node.name].value)
+            if isinstance(leaf, TensorSpec)
+        )
+        if floating and sum(user.all_input_nodes.count(node) for user in node.users) > 2:
+            _keep_in_order(sorted(set(reading)), before)
+        if node.name not in unit_of:
+            continue
+        home, fact = unit_of[node.name], facts[node.name]
+        for parameter in fact.parameters:
+            readers_of.setdefault(parameter, []).append(home)
+        elsewhere = sorted(set(reading) - {home})
+        for unit in elsewhere:
+            before[unit].add(home)
+        travels = node.op != "get_attr" or node.meta.get("shared")
+        if elsewhere and travels:
+            values.append(Item((home, *elsewhere), fact.nbytes))
+        if fact.random or fact.stateful or fact.buffers:
+            effects.append(home)
+    _keep_in_order(sorted(set(effects)), before)
+    for readers in readers_of.values():
+        if len(readers) > 2:
+            _keep_in_order(sorted(set(readers)), before)
+    return tuple(values), tuple(tuple(sorted(earlier)) for earlier in before)
+
+
+def _keep_in_order(units: Sequence[int], before: list[set[int]]) -> None:
+    for a, b in itertools.pairwise(units):
+        before[b].add(a)
+
+
+def _parameters(model: nn.Module, traced: Traced, plan: Plan, unit_of: Mapping[str, int]) -> tuple[Item, ...]:
+    """Parameters and buffers, each with the units that read it.
+
+    A frozen parameter and a buffer have no gradient and no optimizer states: their bytes are scaled down, so that one
+    factor fits all.
+    """
+    copies = parameter_copies(plan.optimizer_states)
+    tensors: dict[int, torch.Tensor] = {}
+    readers: dict[int, set[int]] = {}
+    for node in compute_nodes(traced.graph):
+        if node.op not in ("call_module", "get_attr") or node.target in traced.constants:
+            continue
+        owner = resolve(model, str(node.target))
+        owned = [*owner.parameters(), *owner.buffers()] if isinstance(owner, nn.Module) else [owner]
+        for tensor in owned:
+            if isinstance(tensor, torch.Tensor):
+                tensors[id(tensor)] = tensor
+                readers.setdefault(id(tensor), set()).add(unit_of[node.name])
+    return tuple(
+        Item(
+            tuple(sorted(readers[key])),
+            t.numel() * t.element_size() / (1 if isinstance(t, nn.Parameter) and t.requires_grad else copies),
+        )
+        for key, t in tensors.items()
+    )
+
+
+def _saved(
+    model: nn.Module, traced: Traced, plan: Plan, unit_of: Mapping[str, int], saved: Saved | None
+) -> tuple[Item, ...]:
+    """Each storage that is kept for backward, with the units that keep it."""
+    if saved is None:
+        return ()
+    chosen = _recomputed(model, plan)
+    nodes = compute_nodes(traced.graph)
+    inside = {
+        n.name for n in nodes if any(is_within(traced.facts[n.name].module_path, path) for path in chosen)
+    }
+    keepers: dict[int, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        kept = dict(saved.by_node[node.name]) if node.name not in inside else {}
+        if node.name in inside:  # what enters a region is kept to compute it again
+            for operand in node.all_input_nodes:
+                if operand.name not in inside:
+                    kept.update(saved.values.get(operand.name, {}))
+        for key, size in kept.items():
+            keepers.setdefault(key, set()).add(unit_of[node.name])
+            sizes[key] = size
+    return tuple(Item(tuple(sorted(units)), sizes[key]) for key, units in keepers.items())
+
+
+def _recomputed(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules that the plan computes again, where it names them."""
+    policy = plan.checkpoint
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(policy, tuple):
+        first_name = {id(module): name for name, module in model.named_modules()}
+        return [first_name[id(modules[path])] for path in policy if path in modules]
+    if callable(policy):
+        return [path for path, module in model.named_modules() if path and policy(path, module)]
+    return []
+
+
+def _moves(
+    plan: Plan, devices: Sequence[str], rows: Sequence[int]
+) -> tuple[tuple[tuple[tuple[int, Slot], ...], ...], tuple[int, ...]]:
+    count = len(devices)
+    if plan.replicas != "auto":
+        moves = [((j + 1, _shared_slot(plan, j, devices, rows)),) for j in range(count)]
+        return (*moves, ()), (count,)
+    if plan.stages is None:
+        free = [
+            tuple((d + r, _slot(plan, range(d, d + r), devices, rows)) for r in range(1, count - d + 1))
+            for d in range(count + 1)
+        ]
+        return tuple(free), (count,)
+    layers = [
+        (s, d) for s in range(plan.stages + 1) for d in range(count + 1)
+    ]  # stages and devices used so far
+    place = {layer: i for i, layer in enumerate(layers)}
+    fixed = [
+        tuple(
+            (place[s + 1, d + r], _slot(plan, range(d, d + r), devices, rows))
+            for r in range(1, count - d + 1)
+            if s < plan.stages
+        )
+        for s, d in layers
+    ]
+    return tuple(fixed), (place[plan.stages, count],)
+
+
+def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequence[int]) -> Slot:
+    """What a stage weighs and needs that is replicated on these devices.
+
+    PipeDream's model of replication (Narayanan et al., 2019): r replicas share the work and the traffic, and a ring of
+    them moves each gradient 2 (r - 1) / r times over the link. Of unequal replicas the slowest decides, because
+    micro-batches are dealt out one by one.
+    """
+    described = plan.described()
+    slowest = max(numbers, key=lambda i: _slowness(described[i % len(described)]))
+    r = len(numbers)
+    per_byte = _seconds_per_byte(plan, slowest)
+    load = Weights(work=1 / r, traffic=per_byte / r, parameters=2 * (r - 1) / r * per_byte)
+    limits = [memory_limit(plan, i, devices) for i in numbers]
+    row = rows[slowest % len(rows)]
+    return Slot(row, load, _room(plan, r), min(limits), tuple(numbers))
+
+
+def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[int]) -> Slot:
+    """The same for replicas on one device: they share its parameters and its memory."""
+    counts = replica_counts(plan, len(devices))
+    first = sum(counts[:stage])
+    load = Weights(work=1 / counts[stage], traffic=_seconds_per_byte(plan, stage) / counts[stage])
+    workers = tuple(range(first, first + counts[stage]))
+    limit = memory_limit(plan, stage, devices)
+    return Slot(rows[stage % len(rows)], load, _room(plan, 1), limit, workers)
+
+
+def _seconds_per_byte(plan: Plan, number: int) -> float:
+    described = plan.described()
+    link = described[number % len(described)].link
+    return 1 / link if link is not None and unit_of(plan) == "s" else 0.0
+
+
+def _slowness(device: Device) -> float:
+    return (1 / device.flops if device.flops else 0.0) + (1 / device.bandwidth if device.bandwidth else 0.0)
+
+
+def replica_counts(plan: Plan, stages: int) -> tuple[int, ...]:
+    """How many replicas the plan gives to each stage, where it says so."""
+    if isinstance(plan.replicas, tuple):
+        return plan.replicas
+    return (plan.replicas,) * stages if isinstance(plan.replicas, int) else (1,) * stages
+
+
+def memory_limit(plan: Plan, number: int, devices: Sequence[str]) -> float:
+    """How much memory one stage may take: an equal part of that of its device, where stages are placed together."""
+    described, device = plan.described(), devices[number]
+    if plan.max_memory is not None and device in plan.max_memory:
+        return float(plan.max_memory[device]) / devices.count(device)
+    memory = described[number % len(described)].memory
+    if memory is None:
+        return math.inf
+    together = devices.count(device) if plan.devices is not None or plan.device_map is not None else 1
+    return int(memory) / together
+
+
+def _room(plan: Plan, replicas: int) -> Weights:
+    """What a stage needs: parameters with their copies, and what is kept for the micro-batches in flight.
+
+    Of what a batch like the example keeps, it is the part of the micro-batches in flight.
+    """
+    m = plan.micro_batches
+    share = in_flight(gpipe(1, m, [replicas]), 0) / m  # of GPipe every stage keeps as much
+    copies = float(parameter_copies(plan.optimizer_states))
+    if plan.optimizer_states is None:
+        return Weights(parameters=copies, traffic=1 / m)
+    if isinstance(plan.checkpoint, Budget):
+        return Weights(parameters=copies, fixed=float(plan.checkpoint.nbytes))
+    if plan.checkpoint in ("always", "except_last"):
+        return Weights(parameters=copies, traffic=share, saved=1 / m)
+    return Weights(parameters=copies, saved=share)
