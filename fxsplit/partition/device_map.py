@@ -192,6 +192,7 @@ def written_as_map(model: nn.Module, traced: Traced, assignment: Assignment) -> 
     """
     nodes, stage_of = compute_nodes(traced.graph), assignment.stage_of()
     devices = {node.name: assignment.devices[stage_of[node.name]] for node in nodes}
+    known = {*tensors_of(model), *(path for path, _ in model.named_modules())}
     if len(set(devices.values())) <= 1:
         return {"": str(assignment.devices[0])}
     paths = {node.name: _named_path(traced, node) for node in nodes}
@@ -201,19 +202,30 @@ def written_as_map(model: nn.Module, traced: Traced, assignment: Assignment) -> 
             placed = place_nodes(model, traced, found)
         except PartitionError:
             placed = {}
-        wrong = next((node for node in nodes if placed.get(node.name) != devices[node.name]), None)
-        if wrong is None:
+        wrong = [node for node in nodes if placed.get(node.name) != devices[node.name]]
+        if not wrong:
             return found
         # Operations of a module whose children are on several devices: they need a key if they follow no operand.
-        path = traced.facts[wrong.name].module_path
-        own = {devices[n.name] for n in nodes if traced.facts[n.name].module_path == path}
-        if path in found or len(own) > 1:
+        named = ((key, node) for node in wrong for key in _own_keys(traced, node, devices))
+        missing = next(((key, node) for key, node in named if key in known and key not in found), None)
+        if missing is None:
+            node = wrong[0]
+            path = traced.facts[node.name].module_path or type(model).__name__
             raise PlanError(
-                f"no device map says this plan: {path or type(model).__name__!r} itself runs on several devices",
-                where=f"{wrong.name} ({traced.facts[wrong.name].source})",
+                f"no device map says this plan: {path!r} itself runs on several devices",
+                where=f"{node.name} ({traced.facts[node.name].source})",
                 remedy="cut between modules, such as cut=[...], or hand on pipe.plan instead of pipe.hf_device_map",
             )
-        found[path] = str(devices[wrong.name])
+        key, node = missing
+        found[key] = str(devices[node.name])
+
+
+def _own_keys(traced: Traced, node: fx.Node, devices: Mapping[str, torch.device]) -> list[str]:
+    """Its module, where all that this runs itself is on one device, or else the tensors that it reads."""
+    path = traced.facts[node.name].module_path
+    if len({device for name, device in devices.items() if traced.facts[name].module_path == path}) == 1:
+        return [path]
+    return [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
 
 
 def _named_path(traced: Traced, node: fx.Node) -> str | None:
