@@ -15,7 +15,7 @@ from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
 from .codegen.memory import with_simulated_memory
 from .errors import ArgumentError, PartitionError, PlanError
-from .graph import output_names, output_values
+from .graph import is_within, output_names, output_values
 from .ir import Assignment, Program, Traced
 from .partition.shared import partition_with_homes
 from .place import place
@@ -113,7 +113,8 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     merges = _merges(model, traced, plan, dims, inputs)
     other = None
     if traced.other_mode is not None:
-        other = _pipeline(model, traced.other_mode, _placed_alike(plan, assignment, program), inputs)
+        alike = _placed_alike(plan, traced.other_mode, assignment, program)
+        other = _pipeline(model, traced.other_mode, alike, inputs)
     example = [_ordinary(x) for x in inputs]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
 
@@ -193,16 +194,27 @@ class Preview:
         return self.text
 
 
-def _placed_alike(plan: Plan, assignment: Assignment, program: Program) -> Plan:
+def _placed_alike(plan: Plan, other: Traced, assignment: Assignment, program: Program) -> Plan:
     """The plan for the other mode: where there are several devices, every module stays on the one that it has."""
-    if len(set(assignment.devices)) == 1:
+    if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
         return plan
+    whole = [str(n.target) for n in other.graph.nodes if n.op == "call_module"]
     placed: dict[str, str] = {}
     for stage in program.stages:
         for name in stage.parameters:
-            placed.setdefault(name.rpartition(".")[0], str(stage.device))
+            owner = name.rpartition(".")[0]
+            owner = next((path for path in whole if is_within(owner, path)), owner)
+            placed.setdefault(owner, str(stage.device))
     placed.setdefault("", str(assignment.devices[-1]))
-    return plan.replace(stages=None, balance=None, cut=None, devices=None, device_map=placed)
+    return plan.replace(
+        stages=None,
+        balance=None,
+        cut=None,
+        devices=None,
+        device_map=placed,
+        max_memory=None,
+        no_split_module_classes=None,
+    )
 
 
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:

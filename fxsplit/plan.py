@@ -22,6 +22,7 @@ COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe",)
 CHECKPOINTS = ("always", "except_last", "never")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 DeviceLike = str | int | torch.device
 
@@ -59,7 +60,10 @@ class Plan:
             other model, the smallest groups of graph nodes that may be cut apart, in program order.
         cut: module paths (FQNs) that each begin a new stage, such as ``["h.4", "h.8"]``.
         device_map: ``{module path: device}`` or ``{module path: (device, output device)}``; the deepest
-            matching path wins, ``""`` is the whole model.
+            matching path wins, ``""`` is the whole model. Or a word of Accelerate's, which makes such a map of
+            the bytes of parameters and buffers, over modules in execution order: ``"auto"`` and ``"balanced"``
+            (the heaviest device is as light as possible), ``"balanced_low_0"`` (as little as possible on the
+            first device), ``"sequential"`` (each device is filled before the next).
 
     How to weigh (with `stages`):
 
@@ -83,6 +87,11 @@ class Plan:
     Args:
         devices: one device for all stages, or a list with one for each stage; not together with
             `device_map`. Default: the device that the model is on.
+        max_memory: ``{device: bytes or "10GiB"}``, the most that parameters and buffers may take on each device.
+            With a word as `device_map` these are the devices, in this order; ``"cpu"`` without an index comes last
+            and holds only what the others cannot. Without it a word takes all accelerators of the machine with
+            their free memory, or ``"cpu"`` where there is none.
+        no_split_module_classes: modules that a word does not spread over devices: names of classes, or classes.
 
     How to run:
 
@@ -106,13 +115,14 @@ class Plan:
     stages: int | None = None
     balance: Sequence[int] | None = None
     cut: Sequence[str] | None = None
-    device_map: Mapping[str, Any] | None = None
+    device_map: str | Mapping[str, Any] | None = None
     cost: str | Mapping[str, float] | Callable[[Any], float] = "params"
     hardware: Device | str | Sequence[Device | str] | None = None
     optimizer_states: int | None = 2
     effort: str = "normal"
     devices: DeviceLike | Sequence[DeviceLike] | None = None
     max_memory: Mapping[Any, Any] | None = None
+    no_split_module_classes: str | type[nn.Module] | Sequence[Any] | None = None
     micro_batches: int = 1
     schedule: str = "gpipe"
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
@@ -130,6 +140,10 @@ class Plan:
             self._check_devices()
         self._check_replicas()
         self._check_hardware()
+        if self.max_memory is not None:
+            self._check_max_memory()
+        if self.no_split_module_classes is not None:
+            self._check_no_split()
         if self.batch_dims is not None:
             self._check_batch_dims()
 
@@ -176,15 +190,20 @@ class Plan:
             self._check_device_map()
 
     def _check_device_map(self) -> None:
-        if not isinstance(self.device_map, Mapping) or not self.device_map:
-            raise PlanError(
-                f"device_map={self.device_map!r} is not a mapping of module paths to devices",
-                remedy='device_map={"": "cuda:0", "head": "cuda:1"}',
-            )
         if self.devices is not None:
             raise PlanError(
                 "device_map= and devices= both say where to place",
-                remedy="keep device_map= alone, it names the devices",
+                remedy='keep device_map= alone; the devices of a word such as "auto" are the keys of max_memory='
+                if isinstance(self.device_map, str)
+                else "keep device_map= alone, it names the devices",
+            )
+        if isinstance(self.device_map, str):
+            self._check_word(self.device_map)
+            return
+        if not isinstance(self.device_map, Mapping) or not self.device_map:
+            raise PlanError(
+                f"device_map={self.device_map!r} is not a mapping of module paths to devices",
+                remedy='device_map={"": "cuda:0", "head": "cuda:1"}, or a word such as "auto"',
             )
         resolved: dict[str, str | tuple[str, str]] = {}
         for path, device in self.device_map.items():
@@ -203,6 +222,58 @@ class Plan:
             else:
                 resolved[path] = _device(where, device)
         self._set("device_map", resolved)
+
+    def _check_word(self, word: str) -> None:
+        if word in DEVICE_MAPS:
+            return
+        try:
+            remedy = f'device_map={{"": "{_device("device_map", word)}"}} for the whole model'
+        except PlanError as error:
+            if word == "disk":
+                raise error from None
+            remedy = did_you_mean(word, DEVICE_MAPS, label="words")
+        raise PlanError(f"device_map={word!r} is not known", remedy=remedy)
+
+    def _check_max_memory(self) -> None:
+        if not isinstance(self.max_memory, Mapping) or not self.max_memory:
+            raise PlanError(
+                f"max_memory={self.max_memory!r} is not a mapping of devices to sizes",
+                remedy='max_memory={0: "10GiB", "cpu": "30GiB"}',
+            )
+        limits: dict[str, int] = {}
+        spelled: dict[str, object] = {}
+        for key, size in self.max_memory.items():
+            # "0": what JSON makes of the key 0
+            index = int(key) if isinstance(key, str) and re.fullmatch("[0-9]+", key) else key
+            device, limit = _device(f"max_memory key {key!r}", index), nbytes_of(size)
+            if limit is None:
+                raise PlanError(
+                    f"max_memory[{key!r}]={size!r} is not a size",
+                    remedy='a size such as "10GiB" or 10 * 2**30',
+                )
+            if device in limits:
+                raise PlanError(
+                    f"max_memory keys {spelled[device]!r} and {key!r} are both {device}", remedy="keep one"
+                )
+            limits[device], spelled[device] = limit, key
+        self._set("max_memory", limits)
+
+    def _check_no_split(self) -> None:
+        given = self.no_split_module_classes
+        listed = given if isinstance(given, list | tuple) else [given]
+        if not all((isinstance(c, str) and c) or isinstance(c, type) for c in listed):
+            raise PlanError(
+                f"no_split_module_classes={given!r} is not a list of classes",
+                remedy='no_split_module_classes=["Block"]: names of classes, or classes',
+            )
+        if not isinstance(self.device_map, str):
+            raise PlanError(
+                "no_split_module_classes= says what a word may not split, but "
+                + ("device_map= names the modules" if self.device_map else "device_map= is not set"),
+                remedy='device_map="auto", or leave out no_split_module_classes=',
+            )
+        names = tuple(c.__name__ if isinstance(c, type) else c for c in listed)
+        self._set("no_split_module_classes", names)
 
     def _check_checkpoint(self) -> None:
         value = self.checkpoint
@@ -432,6 +503,13 @@ def _device(where: str, device: object) -> str:
         raise PlanError(
             f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0'
         )
+    if device == "disk":
+        raise PlanError(
+            f"{where}: fxsplit does not offload to disk",
+            remedy='"cpu", which holds what the accelerators cannot',
+        )
+    if isinstance(device, int) and device < 0:
+        raise PlanError(f"{where} is {device}, not a device", remedy='a device such as "cpu", "cuda:0" or 0')
     if isinstance(device, int):  # Accelerate's way to name an accelerator; known also where there is none
         kind = torch.accelerator.current_accelerator()
         return f"{kind.type if kind is not None else 'cuda'}:{device}"

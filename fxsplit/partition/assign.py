@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -226,7 +226,7 @@ def _by_paths(model: nn.Module, traced: Traced, paths: Sequence[str], units: Seq
 def _by_device_map(
     model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit]
 ) -> tuple[list[int], list[torch.device]]:
-    assert plan.device_map is not None
+    assert isinstance(plan.device_map, Mapping)  # a word has been resolved before
     nodes = compute_nodes(traced.graph)
     placed = place_nodes(model, traced, plan.device_map)
     legal = {unit.start for unit in units}

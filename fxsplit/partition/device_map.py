@@ -1,15 +1,17 @@
-"""``{module path: device}`` → a device for every node."""
+"""``{module path: device}`` → a device for every node, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..errors import PartitionError, did_you_mean
+from ..errors import PartitionError, PlanError, did_you_mean
 from ..graph import compute_nodes, is_within
-from ..ir import Traced
+from ..ir import Assignment, Traced
+from ..ops import call_with
+from .weights import tensors_of
 
 Pair = tuple[torch.device, torch.device]
 
@@ -24,10 +26,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | tuple[str,
             are sent to different devices.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = tensors_of(model)
     first_name = {id(module): name for name, module in model.named_modules()}
     resolved: dict[str, Pair] = {}
     spelled: dict[str, str] = {}
@@ -35,19 +34,39 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | tuple[str,
         if key not in modules and key not in tensors:
             raise PartitionError(
                 f"device_map names {key!r}, which {type(model).__name__} does not have",
-                remedy=did_you_mean(key, [*modules, *tensors]),
+                remedy=_remedy(key, [*modules, *tensors]),
             )
         device, output = (value, value) if isinstance(value, str) else value
         pair = (torch.device(device), torch.device(output))
-        name = first_name[id(modules[key])] if key in modules else key
+        if key in modules:
+            name = first_name[id(modules[key])]
+        else:
+            owner, _, leaf = key.rpartition(".")
+            name = ".".join(filter(None, [first_name[id(modules[owner])], leaf]))
         if name in resolved and resolved[name] != pair:
             raise PartitionError(
-                f"device_map sends one module to two devices: {spelled[name]!r} to {resolved[name][0]}, "
-                f"its alias {key!r} to {pair[0]}",
+                f"device_map sends one {'module' if key in modules else 'tensor'} to two devices: "
+                f"{spelled[name]!r} to {_shown(resolved[name])}, its alias {key!r} to {_shown(pair)}",
                 remedy=f"name only one of {spelled[name]!r} and {key!r}",
             )
         resolved[name], spelled[name] = pair, key
     return resolved
+
+
+def _shown(pair: Pair) -> str:
+    return str(pair[0]) if pair[0] == pair[1] else f"({pair[0]}, {pair[1]})"
+
+
+def _remedy(key: str, known: list[str]) -> str:
+    bare = key.strip(".").removeprefix("module.")
+    if bare != key and bare in known:
+        why = (
+            "DataParallel's prefix is no part of it"
+            if key.startswith("module.")
+            else "without dots at its ends"
+        )
+        return f"{bare!r}: the path as model.named_modules() gives it, {why}"
+    return did_you_mean(key, known)
 
 
 def place_nodes(
@@ -55,24 +74,26 @@ def place_nodes(
 ) -> dict[str, torch.device]:
     """A device for every node of the graph.
 
-    The deepest key that holds the node's module decides. A node that no key holds follows the last of its
-    operands (on its output device, where a pair was given), and, without operands, its first reader.
+    The deepest key that holds the node's module decides; a key that names a parameter or buffer decides for what
+    reads it. A node that no key holds follows the operand that was computed last (on its output device, where a
+    pair was given), without operands its first reader, and without readers the node before it.
 
     Raises:
-        PartitionError: see `check_device_map`; or a parameter has no device.
+        PartitionError: see `check_device_map`; or a parameter has no device, or tensors that one node reads have
+            different ones.
     """
     pairs = check_device_map(model, device_map)
     facts = traced.facts
     placed: dict[str, torch.device] = {}
     leaves: dict[str, torch.device] = {}  # device of the value, as seen outside of the module that made it
     nodes = compute_nodes(traced.graph)
+    order = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
-        path = str(node.target) if node.op == "get_attr" else facts[node.name].module_path
-        key = _deepest_key(path, pairs)
+        key = _key_of(model, traced, node, pairs)
         if key is None and node.op != "get_attr":
-            operands = [n.name for n in node.all_input_nodes if n.name in leaves]
+            operands = [n for n in node.all_input_nodes if n.name in leaves]
             if operands:
-                placed[node.name] = leaves[node.name] = leaves[operands[-1]]
+                placed[node.name] = leaves[node.name] = leaves[max(operands, key=order.__getitem__).name]
         elif key is not None:
             placed[node.name], leaves[node.name] = pairs[key]
     for node in reversed(nodes):
@@ -80,14 +101,24 @@ def place_nodes(
             readers = [placed[user.name] for user in node.users if user.name in placed]
             placed.update((node.name, device) for device in readers[:1])
     left = [node for node in nodes if node.name not in placed]
-    if left:
-        homeless = next((node for node in left if facts[node.name].parameters), left[0])
+    homeless = next((node for node in left if facts[node.name].parameters or not placed), None)
+    if homeless is not None:
         path = facts[homeless.name].module_path
+        name = (
+            path
+            if homeless.op == "call_module"
+            else homeless.target
+            if homeless.op == "get_attr"
+            else homeless
+        )
         raise PartitionError(
-            f"device_map gives no device to {(path if homeless.op == 'call_module' else homeless.name)!r}",
+            f"device_map gives no device to {str(name)!r}",
             where=str(facts[homeless.name].source or "") or None,
             remedy='add its path, or "" for everything that is not named',
         )
+    for node in left:
+        before = [placed[n.name] for n in nodes[: order[node]] if n.name in placed]
+        placed[node.name] = before[-1] if before else next(iter(placed.values()))
     for node in nodes:
         if node.op == "get_attr":  # a parameter goes where it is read
             readers = [placed[user.name] for user in node.users if user.name in placed]
@@ -95,5 +126,111 @@ def place_nodes(
     return placed
 
 
+def _key_of(model: nn.Module, traced: Traced, node: fx.Node, pairs: Mapping[str, Pair]) -> str | None:
+    """The key that decides where `node` runs."""
+    if node.op == "get_attr":
+        return _deepest_key(str(node.target), pairs)
+    path = traced.facts[node.name].module_path
+    key = _deepest_key(path, pairs)
+    if node.op == "call_module" or node.target is call_with:
+        inside = any(k != path and is_within(k, path) for k in pairs)
+        read = [f"{path}.{name}" for name in tensors_of(model.get_submodule(path))] if inside else []
+        found = {name: _deepest_key(name, pairs) for name in read}
+    else:
+        operands = [n for n in node.all_input_nodes if n.op == "get_attr" and not n.meta.get("shared")]
+        read = [str(n.target) for n in operands]
+        found = {name: name for name in read if name in pairs and len(name) > len(key or "")}
+    named = [(name, k) for name, k in found.items() if k is not None]
+    for name, k in named[1:]:
+        if pairs[k] != pairs[named[0][1]]:
+            raise PartitionError(
+                f"device_map sends {named[0][0]!r} to {_shown(pairs[named[0][1]])} and {name!r} to "
+                f"{_shown(pairs[k])}, but {node.name!r} reads both and runs as one",
+                where=str(traced.facts[node.name].source or "") or None,
+                remedy=f"send both to one device{f', or name {path!r}' if path else ''}",
+            )
+    return named[0][1] if named else key
+
+
 def _deepest_key(path: str, pairs: Mapping[str, Pair]) -> str | None:
     return max((key for key in pairs if is_within(path, key)), key=len, default=None)
+
+
+def fewest_keys(placed: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The shortest map that sends each of these paths to its device.
+
+    Args:
+        placed: (path, device); a path may come several times. What lies at a module whose inside is on several
+            devices gets no key.
+    """
+    rows = list(placed)
+    found: dict[str, str] = {}
+
+    def name(prefix: str, inside: list[tuple[str, str]]) -> None:
+        if len({device for _, device in inside}) == 1:
+            found[prefix] = inside[0][1]
+            return
+        children: dict[str, list[tuple[str, str]]] = {}
+        for path, device in inside:
+            rest = path[len(prefix) :].lstrip(".")
+            if rest:
+                child = f"{prefix}.{rest.partition('.')[0]}" if prefix else rest.partition(".")[0]
+                children.setdefault(child, []).append((path, device))
+        for child, below in children.items():
+            name(child, below)
+
+    if rows:
+        name("", rows)
+    return found
+
+
+def written_as_map(model: nn.Module, traced: Traced, assignment: Assignment) -> dict[str, str]:
+    """The device map that gives every node the device that it has.
+
+    Raises:
+        PlanError: there is none, because a module runs on several devices.
+    """
+    nodes, stage_of = compute_nodes(traced.graph), assignment.stage_of()
+    devices = {node.name: assignment.devices[stage_of[node.name]] for node in nodes}
+    known = {*tensors_of(model), *(path for path, _ in model.named_modules())}
+    if len(set(devices.values())) <= 1:
+        return {"": str(assignment.devices[0])}
+    paths = {node.name: _named_path(traced, node) for node in nodes}
+    found = fewest_keys((path, str(devices[name])) for name, path in paths.items() if path is not None)
+    while True:
+        try:
+            placed = place_nodes(model, traced, found)
+        except PartitionError:
+            placed = {}
+        wrong = [node for node in nodes if placed.get(node.name) != devices[node.name]]
+        if not wrong:
+            return found
+        # Operations of a module whose children are on several devices: they need a key if they follow no operand.
+        named = ((key, node) for node in wrong for key in _own_keys(traced, node, devices))
+        missing = next(((key, node) for key, node in named if key in known and key not in found), None)
+        if missing is None:
+            node = wrong[0]
+            path = traced.facts[node.name].module_path or type(model).__name__
+            raise PlanError(
+                f"no device map says this plan: {path!r} itself runs on several devices",
+                where=f"{node.name} ({traced.facts[node.name].source})",
+                remedy="cut between modules, such as cut=[...], or hand on pipe.plan instead of pipe.hf_device_map",
+            )
+        key, node = missing
+        found[key] = str(devices[node.name])
+
+
+def _own_keys(traced: Traced, node: fx.Node, devices: Mapping[str, torch.device]) -> list[str]:
+    """Its module, where all that this runs itself is on one device, or else the tensors that it reads."""
+    path = traced.facts[node.name].module_path
+    if len({device for name, device in devices.items() if traced.facts[name].module_path == path}) == 1:
+        return [path]
+    return [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
+
+
+def _named_path(traced: Traced, node: fx.Node) -> str | None:
+    """The path under which a map can name the node; None for a tensor that another module owns."""
+    path = traced.facts[node.name].module_path
+    if node.op != "get_attr":
+        return path
+    return str(node.target) if str(node.target).rpartition(".")[0] == path else None

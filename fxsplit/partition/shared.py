@@ -14,6 +14,8 @@ from ..names import local_names
 from ..ops import call_with
 from ..plan import Plan
 from .assign import partition
+from .weights import check_fits, free_memory
+from .words import device_map_for
 
 
 def partition_with_homes(
@@ -29,12 +31,20 @@ def partition_with_homes(
         room: the part of each memory limit that may be planned with.
 
     Raises:
-        PartitionError: as `partition`.
+        PartitionError: as `partition`; or the weights do not fit where a device map puts them.
     """
+    if isinstance(plan.device_map, str):
+        limits = plan.max_memory or free_memory(model)
+        no_split = [str(name) for name in plan.no_split_module_classes or ()]  # type: ignore[union-attr]
+        placed = device_map_for(model, traced, plan.device_map, limits, no_split)
+        plan = plan.replace(device_map=placed, no_split_module_classes=None)
     ordered, assignment = partition(model, traced, plan, inputs, room)
     apart = on_two_devices(traced, assignment)
     if apart:
-        return partition(model, passed_by_value(model, traced, apart), plan, inputs, room)
+        traced = passed_by_value(model, traced, apart)
+        ordered, assignment = partition(model, traced, plan, inputs, room)
+    if plan.device_map is not None and plan.max_memory is not None:
+        check_fits(model, ordered, assignment, plan.max_memory)
     return ordered, assignment
 
 

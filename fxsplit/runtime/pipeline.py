@@ -19,6 +19,7 @@ from ..cost.saved import Live, live_bytes, measured_saved
 from ..errors import ArgumentError, MoveError, SerializeError
 from ..graph import bind, is_within, region_modules, region_runs, resolve
 from ..ir import Assignment, Program, Stage, Traced
+from ..partition.device_map import written_as_map
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
@@ -267,6 +268,21 @@ class Pipeline(nn.Module):
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each stage."""
         return self.assignment.devices
+
+    @property
+    def hf_device_map(self) -> dict[str, str | tuple[str, str]]:
+        """Module path → device (a string such as ``"cuda:0"``), as in Accelerate: ``Plan(device_map=...)`` takes it.
+
+        It gives the same placement again, and the same code wherever neighbouring stages are on different devices:
+        a map says devices, not cuts. On one device it is ``{"": device}``; otherwise the user's map, or one with the
+        fewest keys.
+
+        Raises:
+            PlanError: the plan cuts inside of a module's own forward, so no map says where its parts run.
+        """
+        if isinstance(self.plan.device_map, Mapping):
+            return dict(self.plan.device_map)
+        return dict(written_as_map(self.model, self.traced, self.assignment))
 
     def __len__(self) -> int:
         return len(self.stages)
