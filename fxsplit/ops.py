@@ -51,7 +51,7 @@ def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *arg
     with _MAKING:
         lock = _CALLED.setdefault(module, threading.Lock())
     with lock:
-        return torch.func.functional_call(module, parameters, args, kwargs, tie_weights=False)
+        return torch.func.functional_call(module, dict(parameters), args, kwargs, tie_weights=False)
 
 
 Crossing = tuple[torch.Tensor, torch.Tensor]

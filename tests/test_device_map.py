@@ -125,7 +125,6 @@ def test_a_plan_with_a_word_round_trips(word, tmp_path):
         "negative int device": ({"device_map": {"": -1}}, ["device_map['']", "-1"]),
         "word and devices": ({"device_map": "auto", "devices": "cpu"}, ["devices=", "keys of max_memory"]),
         "word and stages": ({"device_map": "auto", "stages": 2}, ["stages=", "device_map=", "keep one"]),
-        "word and cost": ({"device_map": "auto", "cost": "time"}, ["cost='time'", "device_map="]),
         "limits that are no dict": ({"max_memory": "10GiB"}, ["max_memory='10GiB'", '{0: "10GiB"']),
         "no limits": ({"max_memory": {}}, ["max_memory={}"]),
         "unit missing": ({"max_memory": {0: "10"}}, ["max_memory[0]='10'", '"10GiB"']),
