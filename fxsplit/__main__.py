@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+
+from .compiler import preview
 from .demo.run import run_demo
-from .errors import FxsplitError
-from .plan import CHECKPOINTS, COSTS, SCHEDULES, Plan
+from .errors import ArgumentError, FxsplitError
+from .hardware import ACCELERATORS, Device, described
+from .plan import CHECKPOINTS, COSTS, EFFORTS, SCHEDULES, Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,23 +38,112 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--batch", type=int, default=16, help="rows of 64 characters in a step (default: 16)")
     demo.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default: 6)")
     demo.add_argument("--seconds", type=float, default=8.0, help="how long to train (default: 8)")
+    plan = commands.add_parser(
+        "plan",
+        help="print how a model would be cut, without generating or moving anything",
+        description="Print how a model would be cut. MODEL names a function that returns (model, example arguments) or "
+        "(model, example arguments, example keyword arguments).",
+    )
+    plan.add_argument("model", help="package.module:factory")
+    plan.add_argument("--stages", type=int, default=2, help="how many (default: 2)")
+    plan.add_argument("--cost", choices=COSTS, default="params", help="what a stage weighs (default: params)")
+    plan.add_argument("--hardware", help=f"one or one for each stage: {', '.join(ACCELERATORS)}")
+    plan.add_argument(
+        "--link", type=float, help="bytes per second between devices, instead of the hardware's"
+    )
+    plan.add_argument("--memory", help="of each device, such as 40GB, instead of the hardware's")
+    plan.add_argument("--micro-batches", type=int, default=1)
+    plan.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    plan.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
+    plan.add_argument(
+        "--optimizer-states", type=int, default=2, help="values for each parameter; Adam: 2 (default)"
+    )
+    plan.add_argument("--inference", action="store_true", help="no gradients, no optimizer, nothing kept")
+    plan.add_argument(
+        "--auto-replicas", action="store_true", help="share --stages devices out to stages and replicas"
+    )
+    plan.add_argument("--effort", choices=EFFORTS, default="normal")
+    plan.add_argument(
+        "--meta", action="store_true", help="make the model on the meta device: it needs no memory"
+    )
+    plan.add_argument("--save", help="write the plan to this JSON file")
     options = parser.parse_args(arguments)
-    devices = options.devices.split(",") if options.devices else None
     try:
-        plan = Plan(
-            stages=options.stages,
-            cost=options.cost,
-            devices=devices[0] if devices and len(devices) == 1 else devices,
-            micro_batches=options.micro_batches,
-            schedule=options.schedule,
-            checkpoint=options.checkpoint,
-            replicas=options.replicas,
-        )
-        run_demo(plan, batch=options.batch, seconds=options.seconds, layers=options.layers)
+        if options.command == "plan":
+            _plan(options)
+        else:
+            _demo(options)
     except FxsplitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _demo(options: argparse.Namespace) -> None:
+    devices = options.devices.split(",") if options.devices else None
+    plan = Plan(
+        stages=options.stages,
+        cost=options.cost,
+        devices=devices[0] if devices and len(devices) == 1 else devices,
+        micro_batches=options.micro_batches,
+        schedule=options.schedule,
+        checkpoint=options.checkpoint,
+        replicas=options.replicas,
+    )
+    run_demo(plan, batch=options.batch, seconds=options.seconds, layers=options.layers)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    """Make the model, plan, print."""
+    hardware = _hardware(options)
+    plan = Plan(
+        stages=None if options.auto_replicas else options.stages,
+        cost=options.cost,
+        hardware=hardware[0] if len(hardware) == 1 else hardware or None,
+        # Numbered, so that each has a memory of its own; they need not be there.
+        devices=[f"cuda:{i}" for i in range(options.stages)],
+        micro_batches=options.micro_batches,
+        schedule=options.schedule,
+        checkpoint=options.checkpoint,
+        optimizer_states=None if options.inference else options.optimizer_states,
+        replicas="auto" if options.auto_replicas else 1,
+        effort=options.effort,
+    )
+    factory = _named(options.model)
+    with torch.device("meta") if options.meta else contextlib.nullcontext():
+        made = factory()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise ArgumentError(
+            f"{options.model} did not return a model and its example arguments",
+            remedy="return model, (x,), or model, (), {'x': x}",
+        )
+    model, args, kwargs = made if len(made) == 3 else (*made, {})
+    print(preview(model, plan, example_args=args, example_kwargs=kwargs))
+    if options.save:
+        plan.save(options.save)
+
+
+def _hardware(options: argparse.Namespace) -> list[Device]:
+    names = options.hardware.split(",") if options.hardware else []
+    changes = {key: getattr(options, key) for key in ("link", "memory") if getattr(options, key) is not None}
+    found = [described("--hardware", name) for name in names]
+    if changes and not found:
+        found = [Device()]
+    return [dataclasses.replace(device, **changes) for device in found]
+
+
+def _named(name: str) -> Callable[[], Any]:
+    """The function that ``package.module:factory`` names; modules of the working directory can be named too."""
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(f"{name!r} names no function: {error}", remedy="package.module:factory") from None
+    if not callable(found):
+        raise ArgumentError(f"{name!r} is no function", remedy="package.module:factory")
+    return found  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

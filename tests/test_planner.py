@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxsplit.partition.cuts import lightest, tidiest
 from fxsplit.partition.orders import orders
-from fxsplit.partition.planner import SLACK, plan_stages, roomiest
+from fxsplit.partition.planner import SLACK, WORTH_REORDERING, plan_stages, roomiest
 from fxsplit.partition.problem import Cut, Item, Problem, Slot, Weights, figures, lower_bound, travels
 from fxsplit.partition.search import improved
 from fxsplit.partition.space import Space
@@ -209,11 +209,11 @@ def test_the_plan_is_within_the_slack_of_every_order_tried(problem):
         ) == pytest.approx(least, rel=1e-6, abs=1e-6)
         return
     best = min(f for f in forced if f is not None)
-    assert planned.bottleneck <= best * SLACK / 0.999 + 1e-9 and planned.exact
+    assert planned.bottleneck <= best * SLACK / WORTH_REORDERING + 1e-9 and planned.exact
     assert planned.bound <= best + 1e-9
     assert fits(problem, planned.cut)
     searched = plan_stages(problem, plain_step, search=True)
-    assert searched.bottleneck <= best * SLACK / 0.999 + 1e-9
+    assert searched.bottleneck <= best * SLACK / WORTH_REORDERING + 1e-9
 
 
 def downset_best(problem):

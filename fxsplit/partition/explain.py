@@ -101,15 +101,14 @@ def shortage(
         other = build_problem(model, traced, variant, figures_, others)
         slots, then = _least(other)
         part, most = max((f.memory / s.memory, f.memory) for f, s in zip(then, slots.slots, strict=True))
-        tried.append(
-            (part > 1, part, f"{words} ({in_units(most)}, {'fits' if part <= 1 else 'does not fit'})")
-        )
+        tried.append((part > 1, f"{words} ({in_units(most)}, {'fits' if part <= 1 else 'does not fit'})"))
     span = first if first == last else f"{first} … {last}"
     return PartitionError(
         f"no cut into {len(cut.starts)} stage{'s' if len(cut.starts) != 1 else ''} fits the memory: at best, stage {stage} "
         f"({span}) needs {in_units(need)} of {in_units(limit)} on {devices[min(stage, len(devices) - 1)]}, "
         f"{in_units(need - limit)} too much",
-        remedy=", or ".join(text for _, _, text in sorted(tried)) or "a smaller batch or model",
+        remedy=", or ".join(text for _, text in sorted(tried, key=lambda pair: pair[0]))
+        or "a smaller batch or model",
     )
 
 

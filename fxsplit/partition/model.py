@@ -249,10 +249,11 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     slowest = max(numbers, key=lambda i: _slowness(described[i % len(described)]))
     r = len(numbers)
     per_byte = _seconds_per_byte(plan, slowest)
-    load = Weights(work=1 / r, traffic=per_byte / r, parameters=2 * (r - 1) / r * per_byte)
+    apart = len({devices[i] for i in numbers}) > 1  # on one device they share the parameters and its memory
+    load = Weights(1 / r, per_byte / r, 2 * (r - 1) / r * per_byte if apart else 0.0)
     limits = [memory_limit(plan, i, devices) for i in numbers]
-    row = rows[slowest % len(rows)]
-    return Slot(row, load, _room(plan, r), min(limits), tuple(numbers))
+    memory = min(limits) if apart else sum(limits)
+    return Slot(rows[slowest % len(rows)], load, _room(plan, r if apart else 1), memory, tuple(numbers))
 
 
 def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[int]) -> Slot:

@@ -20,8 +20,8 @@ from .space import Space, thinned
 
 # Among cuts whose heaviest stage is within this factor of the lightest, the shortest step wins, then fewest bytes.
 SLACK = 1.005
-# Another order than the program's has to be this much better: the generated code reads like the model.
-WORTH_REORDERING = 0.999
+# Another order than the program's has to be better by more than that: the generated code reads like the model.
+WORTH_REORDERING = 0.995
 _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
