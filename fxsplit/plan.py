@@ -513,6 +513,11 @@ def _device(where: str, device: object) -> str:
     if isinstance(device, int):  # Accelerate's way to name an accelerator; known also where there is none
         kind = torch.accelerator.current_accelerator()
         return f"{kind.type if kind is not None else 'cuda'}:{device}"
+    number = re.fullmatch(r".*:([0-9]+)", device) if isinstance(device, str) else None
+    if number is not None and int(number.group(1)) > 127:
+        raise PlanError(
+            f"{where} is {device!r}, and PyTorch numbers devices from 0 to 127", remedy='"cuda:0"'
+        )
     try:
         return str(torch.device(device))
     except RuntimeError as error:

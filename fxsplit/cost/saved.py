@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..compat import storage_key, tree_leaves
 from ..ir import Traced
 from ..state import preserved, state_tensors
+from .attention import FusedAttention
+from .flops import flop_counter
 
 Storages = Mapping[int, int]  # identity of a storage → its bytes
 
@@ -80,14 +81,15 @@ class _Watcher(fx.Interpreter):
 
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            FlopCounterMode(display=False) as flops,
+            flop_counter() as flops,
+            FusedAttention() as fused,
         ):
             value = super().run_node(n)
         if n.op == "placeholder":
             self.ignored |= {storage_key(t) for t in tree_leaves(value) if _strided(t)}
         self.values[n.name] = {}
         self._add(self.values[n.name], tree_leaves(value))
-        self.flops[n.name] = flops.get_total_flops()
+        self.flops[n.name] = flops.get_total_flops() + fused.flops
         self.kept.append(value)
         return value
 

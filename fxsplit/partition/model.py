@@ -309,4 +309,5 @@ def _room(plan: Plan, replicas: int) -> Weights:
         return Weights(parameters=copies, fixed=float(plan.checkpoint.nbytes))
     if plan.checkpoint in ("always", "except_last"):
         return Weights(parameters=copies, traffic=share, saved=1 / m)
-    return Weights(parameters=copies, saved=share)
+    # What crosses is held by both sides. Some of it is among what is kept, and so counted twice: rather too much.
+    return Weights(parameters=copies, saved=share, traffic=share)
