@@ -130,6 +130,18 @@ def plans(draw, micro_batches=None):
 
 
 @st.composite
+def weighed_plans(draw):
+    """Plans whose cuts, and often the order of the program, follow from odd seconds and a slow link."""
+    plan = draw(plans())
+    if draw(st.booleans()):
+        link = fxsplit.Device(link=draw(st.sampled_from([1.0, 30.0, 1000.0])))
+        replicas = draw(st.sampled_from([plan.replicas, "auto"]))
+        devices = ["cpu"] * draw(st.integers(plan.stages, 5)) if replicas == "auto" else None
+        plan = plan.replace(cost=odd_seconds, hardware=link, replicas=replicas, devices=devices)
+    return plan
+
+
+@st.composite
 def batches(draw, inputs, least=2):
     """Arguments of `Random`: rows × WIDTH, some of them requiring gradients."""
     rows = draw(st.integers(least, max(9, least + 3)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fxsplit
 from fxsplit.testing import assert_equivalent
-from tests.strategies import batches, modules, plans
+from tests.strategies import batches, modules, plans, weighed_plans
 
 EXAMPLES = int(
     os.environ.get("FXSPLIT_EXAMPLES", "250")
@@ -49,7 +49,7 @@ def _min_rows(model):
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.data(), modules(), plans(), st.integers(1, 2))
+@given(st.data(), modules(), weighed_plans(), st.integers(1, 2))
 def test_split_equals_eager(data, model, plan, inputs):
     example = tuple(x.detach() for x in data.draw(batches(inputs, least=4)))
     args = data.draw(batches(inputs, least=2 * plan.micro_batches if _min_rows(model) == 2 else 1))
