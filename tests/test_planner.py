@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxsplit
+from fxsplit.partition.assign import weigh_nodes
 from fxsplit.partition.cuts import lightest, tidiest
+from fxsplit.partition.model import build_problem
 from fxsplit.partition.orders import orders
 from fxsplit.partition.planner import SLACK, WORTH_REORDERING, plan_stages, roomiest
 from fxsplit.partition.problem import Cut, Item, Problem, Slot, Weights, figures, lower_bound, travels
 from fxsplit.partition.search import improved
 from fxsplit.partition.space import Space
+from fxsplit.partition.units import find_units
+from fxsplit.trace.front import trace
+from tests.models import build
+from tests.strategies import odd_seconds
 
 amounts = st.integers(0, 20).map(float)
 
@@ -216,37 +223,54 @@ def test_the_plan_is_within_the_slack_of_every_order_tried(problem):
     assert searched.bottleneck <= best * SLACK / WORTH_REORDERING + 1e-9
 
 
-def downset_best(problem):
-    """The lightest heaviest stage over all partitions into stages, whatever the order: DP over closed sets of units."""
-    n = problem.units
+def closed_sets(problem):
+    """Every set of units that holds all that comes before its members."""
     needs = [sum(1 << u for u in before) for before in problem.before]
-    closed = [s for s in range(1 << n) if all(not (s >> u & 1) or needs[u] & ~s == 0 for u in range(n))]
+    seen, waiting = {0}, [0]
+    while waiting:
+        s = waiting.pop()
+        for u, need in enumerate(needs):
+            if not s >> u & 1 and need & ~s == 0 and s | 1 << u not in seen:
+                seen.add(s | 1 << u)
+                waiting.append(s | 1 << u)
+    return sorted(seen, key=lambda s: (s.bit_count(), s))
 
-    def load(inside, slot):
-        units = {u for u in range(n) if inside >> u & 1}
-        w = slot.load
-        total = w.fixed + w.work * sum(problem.work[slot.row][u] for u in units)
+
+def downset_best(problem, most=math.inf):
+    """The lightest heaviest stage over all partitions into stages, whatever the order: DP over closed sets of units.
+
+    Args:
+        most: a load that is not exceeded by the best one; heavier stages are not looked at.
+    """
+    n = problem.units
+    closed = closed_sets(problem)
+    works = [[sum(w for u, w in enumerate(row) if s >> u & 1) for s in closed] for row in problem.work]
+
+    def load(inside, work, w):
+        total = w.fixed + w.work * work
         for value in problem.values:
-            made, readers = value.units[0] in units, set(value.units[1:])
+            made = inside >> value.units[0] & 1
+            here = sum(inside >> u & 1 for u in value.units[1:])
             total += (
-                w.traffic
-                * value.nbytes
-                * (bool(not made and readers & units) + bool(made and readers - units))
+                w.traffic * value.nbytes * ((not made and here > 0) + (made and here < len(value.units) - 1))
             )
         for factor, items in ((w.parameters, problem.parameters), (w.saved, problem.saved)):
-            total += factor * sum(i.nbytes for i in items if units & set(i.units))
+            total += factor * sum(i.nbytes for i in items if factor and any(inside >> u & 1 for u in i.units))
         return total
 
     best = {0: {0: 0.0}}
     for layer, moves in enumerate(problem.moves):
         for target, slot in moves:
-            for s, value in best.get(layer, {}).items():
-                for t in closed:
-                    if t != s and s & ~t == 0:
-                        cost = max(value, load(t & ~s, slot))
+            for i, value in best.get(layer, {}).items():
+                for j in range(i + 1, len(closed)):
+                    work = works[slot.row][j] - works[slot.row][i]
+                    if closed[i] & ~closed[j] == 0 and slot.load.work * work <= most * (1 + 1e-9):
+                        cost = max(value, load(closed[j] & ~closed[i], work, slot.load))
                         row = best.setdefault(target, {})
-                        row[t] = min(row.get(t, math.inf), cost)
-    return min((best[e][(1 << n) - 1] for e in problem.ends if (1 << n) - 1 in best.get(e, {})), default=None)
+                        row[j] = min(row.get(j, math.inf), cost)
+    last = len(closed) - 1
+    assert closed[last] == (1 << n) - 1
+    return min((best[e][last] for e in problem.ends if last in best.get(e, {})), default=None)
 
 
 @settings(max_examples=150)
@@ -273,3 +297,18 @@ def test_every_order_is_one_that_the_program_allows(problem):
     cut = next(every_cut(problem, range(problem.units)))
     place = {unit: i for i, unit in enumerate(improved(problem, cut))}
     assert all(place[b] < place[u] for u, before in enumerate(problem.before) for b in before)
+
+
+@pytest.mark.parametrize("link", [30.0, 1000.0])
+@pytest.mark.parametrize("name", ["resnet", "unet", "two_tower"])
+def test_real_graphs_against_all_partitions(name, link):
+    """Not only contiguous cuts of the orders that are tried: every partition that the program allows."""
+    model, batch = build(name)
+    plan = fxsplit.Plan(stages=3, cost=odd_seconds, hardware=fxsplit.Device(link=link))
+    traced = trace(model, batch(4), {})
+    inputs = traced.signature.flatten(batch(4), {})
+    figures_ = weigh_nodes(model, traced, plan, find_units(traced), inputs)
+    problem = build_problem(model, traced, plan, figures_, ["cpu"] * 3)
+    planned = plan_stages(problem, plain_step, search=True)
+    least = downset_best(problem, planned.bottleneck)
+    assert least * (1 - 1e-9) <= planned.bottleneck <= least * SLACK / WORTH_REORDERING

@@ -30,6 +30,7 @@ def orders(before: Sequence[Sequence[int]], values: Sequence[Item]) -> Iterator[
         ("breadth first", lambda: _ready_first(before, after, newest=False)),
         ("depth first", lambda: _ready_first(before, after, newest=True)),
         ("post-order", lambda: _post_order(before, after)),
+        ("post-order from the last branch", lambda: _post_order([b[::-1] for b in before], after)),
         ("least alive", lambda: _least_alive(before, after, values)),
     ]
     for name, make in made:

@@ -73,7 +73,6 @@ class _Found:
     space: Space
     bottleneck: float
     cut: Cut
-    exact: bool
 
 
 def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -> Planned | None:
@@ -86,36 +85,38 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
         simulate: loads, chains of stages that a value passes through, and replicas → seconds of a step.
         search: also move units between stages by a seeded local search, beyond the orders that are tried.
     """
-    found: list[_Found] = []
-    allowed = orders(problem.before, problem.values)
-    for name, order in allowed:
-        best = min((f.bottleneck for f in found), default=math.inf)
-        attempt = _best_of_order(Space(problem, order), name, best)
-        if attempt is not None:
-            found.append(attempt)
+    found: list[_Found] = []  # each better than the one before
+    tried, exact = 0, True
+
+    def attempt(name: str, order: Sequence[int]) -> None:
+        nonlocal tried, exact
+        best = found[-1].bottleneck if found else math.inf
+        here, sure = _best_of_order(Space(problem, order), name, best)
+        tried, exact = tried + 1, exact and sure
+        if here is not None and here.bottleneck < best:
+            found.append(here)
+
+    for name, order in orders(problem.before, problem.values):
+        attempt(name, order)
         if problem.fixed_order:
             break
     if not found:
         return None
     if search and not problem.fixed_order:
-        start = min(found, key=lambda f: f.bottleneck)
-        order = improved(problem, start.cut)
-        attempt = _best_of_order(Space(problem, order), "local search", start.bottleneck)
-        if attempt is not None:
-            found.append(attempt)
-    best = min(f.bottleneck for f in found)
+        attempt("local search", improved(problem, found[-1].cut))
+    best = found[-1].bottleneck
     chosen = found[0]
     if chosen.name != "program order" or best < chosen.bottleneck * WORTH_REORDERING:
-        chosen = min(found, key=lambda f: f.bottleneck)
+        chosen = found[-1]
     cut = _among_equals(problem, chosen, simulate)
     stages, step = _assess(problem, cut, simulate)
     return Planned(
         cut,
         stages,
         min(lower_bound(problem), max(s.load for s in stages)),
-        all(f.exact for f in found),
+        exact,
         chosen.name,
-        len(found),
+        tried,
         step,
         _fewer(chosen.space, len(cut.starts), step, simulate),
     )
@@ -128,7 +129,7 @@ def roomiest(problem: Problem) -> Cut:
         room = slot.room
         part = 1 / slot.memory if slot.memory != math.inf else 0.0
         load = Weights(
-            work=1e-30,  # for the windows; it decides nothing
+            work=room.work * part or 1e-30,  # for the windows; it decides nothing
             traffic=room.traffic * part,
             parameters=room.parameters * part,
             saved=room.saved * part,
@@ -147,17 +148,17 @@ def roomiest(problem: Problem) -> Cut:
     return replace(cut, slots=tuple(names[slot] for slot in cut.slots))
 
 
-def _best_of_order(space: Space, name: str, best: float) -> _Found | None:
-    """The lightest bottleneck of one order, if it is below `best`."""
+def _best_of_order(space: Space, name: str, best: float) -> tuple[_Found | None, bool]:
+    """The lightest bottleneck of one order, if it is below `best`; and whether that is sure."""
     ends = space.problem.ends
     coarse = thinned(space, max(_COARSE, 4 * len(space.problem.moves)))
     everywhere = len(coarse) == len(space.positions)
     found = _lightest_at(space.only(coarse), ends, math.inf if everywhere else best * 1.05)
     if everywhere:
-        return _Found(name, space, *found, True) if found is not None and found[0] < best else None
+        return (_Found(name, space, *found) if found is not None else None), True
     bound = min(best, found[0] * (1 + 1e-12) if found is not None else math.inf)
     if found is not None and found[0] <= lower_bound(space.problem) * (1 + 1e-9):
-        return _Found(name, space, *found, True) if found[0] < best else None
+        return _Found(name, space, *found), True
     count = len(space.order)
     space.only(range(count + 1))
     pairs = space.pairs(bound) if bound < math.inf else math.inf
@@ -173,7 +174,7 @@ def _best_of_order(space: Space, name: str, best: float) -> _Found | None:
             found = _lighter(found, _lightest_at(space, ends, found[0]))
     else:
         found = _lighter(found, _lightest_at(space, ends, bound))
-    return _Found(name, space, *found, exact) if found is not None and found[0] < best else None
+    return (_Found(name, space, *found) if found is not None else None), exact
 
 
 def _lighter(a: tuple[float, Cut] | None, b: tuple[float, Cut] | None) -> tuple[float, Cut] | None:

@@ -7,8 +7,9 @@ import random
 
 from .problem import Cut, Problem
 
-_MOVES = 40_000  # at most; 500 for each unit
-_POWER = 12  # the sum of the loads to this power stands in for the largest: every stage counts a little
+_MOVES = 40_000  # at most
+_POWER = 12  # the norm of this order stands in for the largest load: every stage counts a little
+_HEAT = 0.1  # how much worse, as a part of the load, a step may well be at first
 
 
 def improved(problem: Problem, start: Cut) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ def improved(problem: Problem, start: Cut) -> tuple[int, ...]:
     scale = max(loads) or 1.0
 
     def energy() -> float:
-        return math.fsum((load / scale) ** _POWER for load in loads)
+        return float(math.fsum((load / scale) ** _POWER for load in loads) ** (1 / _POWER))
 
     def shift(unit: int, there: int) -> None:
         here = stage_of[unit]
@@ -62,7 +63,7 @@ def improved(problem: Problem, start: Cut) -> tuple[int, ...]:
     counts = [stage_of.count(s) for s in range(len(slots))]
     now = energy()
     lowest = max(loads)
-    moves = min(_MOVES, 500 * len(stage_of))
+    moves = min(_MOVES, max(5000, 500 * len(stage_of)))
     for move in range(moves):
         unit = choose.randrange(len(stage_of))
         here = stage_of[unit]
@@ -75,7 +76,7 @@ def improved(problem: Problem, start: Cut) -> tuple[int, ...]:
             continue
         shift(unit, there)
         then = energy()
-        heat = 0.05 * now * (1 - move / moves) ** 2
+        heat = _HEAT * now * (1 - move / moves) ** 2
         if then > now and (not heat or choose.random() >= math.exp((now - then) / heat)):
             shift(unit, here)
             continue
