@@ -19,7 +19,7 @@ from ..cost.saved import Live, live_bytes, measured_saved
 from ..errors import ArgumentError, MoveError, SerializeError
 from ..graph import bind, is_within, region_modules, region_runs, resolve
 from ..ir import Assignment, Program, Stage, Traced
-from ..partition.device_map import written_as_map
+from ..partition.written import written_as_map
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
