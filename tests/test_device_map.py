@@ -797,6 +797,15 @@ def test_keys_of_all_parameters_of_a_module_place_the_module():
     assert_equivalent(model, pipe, torch.randn(5, 4))
 
 
+def test_a_key_that_names_a_tied_parameter_of_one_of_its_modules():
+    model, batch = build("tied_head")
+    device_map = {"": "cpu:0", "blocks": "cpu:1", "head.weight": "cpu:1", "embed.weight": "cpu:0"}
+    pipe = compiled(model, device_map, args=batch(4))
+    assert [s.index for s in pipe if "self.head" in s.code] == [len(pipe) - 1]
+    assert pipe.devices[-1].index == 1 and "call_with(self.head" in pipe[-1].code
+    assert_equivalent(model, pipe, *batch(5), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "device_map",
     [{"0.weight": "cpu:0", "0.bias": "cpu:1"}, {"": "cpu:1", "0.weight": "cpu:0"}],

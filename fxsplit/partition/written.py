@@ -63,8 +63,6 @@ def written_as_map(model: nn.Module, traced: Traced, assignment: Assignment) -> 
     holding = {key: every[key] for key in every if any(is_within(name, key) for name in tensors)}
     # Modules without weights follow their operands or readers in most programs.
     found, odd = _completed(model, traced, holding, devices)
-    if odd is not None:
-        found, odd = _completed(model, traced, every, devices)
     if odd is None:
         return found
     path = traced.facts[odd.name].module_path or type(model).__name__
