@@ -709,6 +709,7 @@ def test_words_on_random_programs(model, batch, word, tenths):
 SCRIPT = """
 import torch, fxsplit
 from tests.models import build
+torch.set_num_threads(1)
 for name in ("gpt", "resnet", "tied_head", "experts"):
     model, batch = build(name)
     whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
