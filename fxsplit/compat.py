@@ -282,6 +282,12 @@ def restore_rnn(module: torch.nn.RNNBase) -> None:
     module._init_flat_weights()  # torch 2.13
 
 
+# Fused operations that torch.utils.flop_counter does not count. torch 2.13
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer
+TRILINEAR = torch.ops.aten._trilinear
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
     return int(tensor.untyped_storage()._cdata)  # torch 2.13

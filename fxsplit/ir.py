@@ -239,6 +239,7 @@ class Assignment:
         costs: node name → what the node adds to the load of its stage, on the first kind of device.
         rows: per stage the devices of its replicas; `devices` are their first ones.
         forecast: what the plan comes to, by the figures it was made of.
+        device_map: module path → device (or device and output device), where that says this placement; else why not.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -248,6 +249,7 @@ class Assignment:
     costs: Mapping[str, float]
     rows: tuple[tuple[torch.device, ...], ...]
     forecast: Forecast
+    device_map: Mapping[str, Any] | str = "it has not been written down"
 
     @property
     def replicas(self) -> tuple[int, ...]:

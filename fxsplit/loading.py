@@ -86,6 +86,7 @@ def _pipeline(
             data["costs"],
             tuple(tuple(torch.device(d) for d in row) for row in data["rows"]),
             _forecast(data["forecast"]),
+            _device_map(data["device_map"]),
         )
         regions = [[(a, b) for a, b in runs] for runs in data["regions"]]
         program = generate(model, traced, assignment, regions)
@@ -105,6 +106,12 @@ def _pipeline(
     dims = BatchDims(tuple(data["batch_dims"]), tuple(a.name for a in traced.signature.arguments))
     merges = [Merge(how, dim) for how, dim in data["merges"]]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, _example(data, traced), other)
+
+
+def _device_map(data: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+    if isinstance(data, str):
+        return data
+    return {path: tuple(device) if isinstance(device, list) else device for path, device in data.items()}
 
 
 def _forecast(data: Mapping[str, Any]) -> Forecast:

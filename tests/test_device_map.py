@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxsplit
 from fxsplit.codegen.emit import generate
 from fxsplit.errors import PartitionError, PlanError
-from fxsplit.partition.device_map import fewest_keys
 from fxsplit.partition.shared import partition_with_homes
+from fxsplit.partition.weights import free_memory
 from fxsplit.partition.words import device_map_for, even, fill
+from fxsplit.partition.written import fewest_keys
 from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
@@ -236,6 +239,16 @@ def test_a_balance_within_limits_that_are_not_equal():
 def test_no_device_is_left_empty_where_there_is_something_for_it():
     found = mapped(chain(80, 8, 8, 8), "auto", 1000, 1000, 1000)
     assert list(found.values()) == ["cpu:0", "cpu:1", "cpu:1", "cpu:2"]
+
+
+def test_a_device_is_not_left_empty_to_keep_a_module_whole():
+    found = mapped(nn.Sequential(chain(80), chain(8, 8)), "auto", 1000, 1000, 1000)
+    assert found == {"0": "cpu:0", "1.0": "cpu:1", "1.1": "cpu:2"}
+
+
+def test_a_module_is_not_split_where_the_heaviest_device_is_another():
+    found = mapped(nn.Sequential(chain(80), chain(8, 8), chain(8, 24)), "auto", 1000, 1000, 1000)
+    assert found == {"0": "cpu:0", "1": "cpu:1", "2": "cpu:2"}
 
 
 def test_more_devices_than_modules():
@@ -552,14 +565,10 @@ def test_a_word_without_an_accelerator_is_one_stage_on_the_cpu(monkeypatch):
 
 
 def test_a_word_takes_the_free_memory_of_all_accelerators(monkeypatch):
-    class Library:
-        @staticmethod
-        def mem_get_info(index):
-            return (LAYER * (index + 1), 10**9)
-
+    library = types.SimpleNamespace(mem_get_info=lambda index: (LAYER * (index + 1), 10**9))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: Library)
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: library)
     model = nn.Sequential(linear(), linear(), linear())
     _, program = split(model, fxsplit.Plan(device_map="auto"))
     assert [(str(s.device), s.modules) for s in program.stages] == [
@@ -568,6 +577,17 @@ def test_a_word_takes_the_free_memory_of_all_accelerators(monkeypatch):
     ]
     with pytest.raises(PartitionError, match=rf"'3' takes {LAYER}: {LAYER} bytes are missing"):
         split(nn.Sequential(*model, linear()), fxsplit.Plan(device_map="auto"))
+
+
+def test_weights_that_are_there_already_leave_room_for_themselves(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    library = types.SimpleNamespace(mem_get_info=lambda index: (10, 10**9))
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: library)
+    model = linear()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(4, 4, device="cuda:1"))
+    assert free_memory(model) == {"cuda:0": 10, "cuda:1": 10 + LAYER}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the devices are there")
@@ -633,7 +653,9 @@ def test_the_other_mode_keeps_every_module_on_its_device(word):
             return self.b(self.c(x)) if self.training else self.c(self.b(x))
 
     model = Modes()
-    pipe = compiled(model, word, LAYER, 2 * LAYER)
+    pipe = compiled(
+        model, word, 2 * LAYER, 2 * LAYER
+    )  # alone, the other mode would have b and c the other way
     assert pipe.other_mode is not None
     homes = [
         {name: s.device for s in one for name, _ in s.named_parameters()} for one in (pipe, pipe.other_mode)
@@ -641,6 +663,28 @@ def test_the_other_mode_keeps_every_module_on_its_device(word):
     assert homes[0] == homes[1] and len(set(homes[0].values())) == 2
     assert_equivalent(model, pipe, torch.randn(5, 4))
     assert_equivalent(model.eval(), pipe.eval(), torch.randn(5, 4))
+
+
+def test_a_tied_weight_inside_of_a_module_that_stays_whole_in_both_modes():
+    class Modes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.whole, self.c = linear(), nn.Sequential(linear(), linear()), linear()
+            self.whole[0].weight = self.a.weight
+
+        def forward(self, x):
+            x = self.whole(self.a(x))
+            return self.c(x) if self.training else self.c(x * 2)
+
+    model = Modes()
+    plan = fxsplit.Plan(device_map={"": "cpu:0", "whole": "cpu:1"})
+    pipe = fxsplit.compile(model, plan, example_args=X, leaf_modules=["whole"], check=False)
+    for mode in (True, False):
+        model.train(mode)
+        pipe.train(mode)
+        assert [d.index for d in pipe.active.devices] == [0, 1, 0]
+        assert_equivalent(model, pipe, torch.randn(5, 4), rtol=1e-5, atol=1e-6)
+    assert pipe.active is pipe.other_mode
 
 
 @settings(max_examples=30)
@@ -664,6 +708,7 @@ def test_words_on_random_programs(model, batch, word, tenths):
 SCRIPT = """
 import torch, fxsplit
 from tests.models import build
+torch.set_num_threads(1)
 for name in ("gpt", "resnet", "tied_head", "experts"):
     model, batch = build(name)
     whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
@@ -750,6 +795,15 @@ def test_keys_of_all_parameters_of_a_module_place_the_module():
     pipe = compiled(model, device_map)
     assert [(s.device.index, s.modules) for s in pipe] == [(0, ("0", "0")), (1, ("1", "1"))]
     assert_equivalent(model, pipe, torch.randn(5, 4))
+
+
+def test_a_key_that_names_a_tied_parameter_of_one_of_its_modules():
+    model, batch = build("tied_head")
+    device_map = {"": "cpu:0", "blocks": "cpu:1", "head.weight": "cpu:1", "embed.weight": "cpu:0"}
+    pipe = compiled(model, device_map, args=batch(4))
+    assert [s.index for s in pipe if "self.head" in s.code] == [len(pipe) - 1]
+    assert pipe.devices[-1].index == 1 and "call_with(self.head" in pipe[-1].code
+    assert_equivalent(model, pipe, *batch(5), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -898,6 +952,20 @@ def test_operations_that_follow_no_operand_get_the_key_of_their_module():
     assert same_again(pipe, Late(), X) == {"a": "cpu:0", "b": "cpu:1", "": "cpu:1"}
 
 
+def test_a_weight_that_is_read_before_its_module_runs():
+    class Away(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.owner = linear(), linear()
+
+        def forward(self, x):
+            return self.owner(nn.functional.linear(self.first(x), self.owner.weight))
+
+    plan = fxsplit.Plan(cut=["owner"], devices=["cpu:0", "cpu:1"])
+    pipe = fxsplit.compile(Away(), plan, example_args=X, check=False)
+    assert same_again(pipe, Away(), X) == {"first": "cpu:0", "owner": "cpu:1", "": "cpu:0"}
+
+
 def test_a_cut_inside_of_a_modules_own_forward_has_no_map():
     class Plain(nn.Module):
         def forward(self, x):
@@ -907,7 +975,7 @@ def test_a_cut_inside_of_a_modules_own_forward_has_no_map():
 
     plan = fxsplit.Plan(stages=3, devices=["cpu:0", "cpu:1", "cpu:2"])
     pipe = fxsplit.compile(Plain(), plan, example_args=X, check=False)
-    with pytest.raises(PlanError, match=r"no device map(?s:.*)where: .*test_device_map.py(?s:.*)cut between"):
+    with pytest.raises(PlanError, match=r"no device map(?s:.*) at .*test_device_map.py(?s:.*)cut between"):
         _ = pipe.hf_device_map
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from ..compat import CPU_ATTENTION, CPU_RECURRENT_LAYER, TRILINEAR
 
 Shape = Sequence[int]
 
@@ -34,7 +35,7 @@ def _bilinear(left: Shape, weight: Shape, right: Shape, *args: Any, **kwargs: An
 
 
 _FUSED: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten.mkldnn_rnn_layer: _recurrent_layer,
-    torch.ops.aten._trilinear: _bilinear,
+    CPU_ATTENTION: _attention,
+    CPU_RECURRENT_LAYER: _recurrent_layer,
+    TRILINEAR: _bilinear,
 }

@@ -1,15 +1,15 @@
-"""``{module path: device}`` → a device for every node, and back."""
+"""``{module path: device}`` → a device for every node."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
 
-from ..errors import PartitionError, PlanError, did_you_mean
+from ..errors import PartitionError, did_you_mean
 from ..graph import compute_nodes, is_within
-from ..ir import Assignment, Traced
+from ..ir import Traced
 from ..ops import call_with
 from .weights import tensors_of
 
@@ -154,83 +154,3 @@ def _key_of(model: nn.Module, traced: Traced, node: fx.Node, pairs: Mapping[str,
 
 def _deepest_key(path: str, pairs: Mapping[str, Pair]) -> str | None:
     return max((key for key in pairs if is_within(path, key)), key=len, default=None)
-
-
-def fewest_keys(placed: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The shortest map that sends each of these paths to its device.
-
-    Args:
-        placed: (path, device); a path may come several times. What lies at a module whose inside is on several
-            devices gets no key.
-    """
-    rows = list(placed)
-    found: dict[str, str] = {}
-
-    def name(prefix: str, inside: list[tuple[str, str]]) -> None:
-        if len({device for _, device in inside}) == 1:
-            found[prefix] = inside[0][1]
-            return
-        children: dict[str, list[tuple[str, str]]] = {}
-        for path, device in inside:
-            rest = path[len(prefix) :].lstrip(".")
-            if rest:
-                child = f"{prefix}.{rest.partition('.')[0]}" if prefix else rest.partition(".")[0]
-                children.setdefault(child, []).append((path, device))
-        for child, below in children.items():
-            name(child, below)
-
-    if rows:
-        name("", rows)
-    return found
-
-
-def written_as_map(model: nn.Module, traced: Traced, assignment: Assignment) -> dict[str, str]:
-    """The device map that gives every node the device that it has.
-
-    Raises:
-        PlanError: there is none, because a module runs on several devices.
-    """
-    nodes, stage_of = compute_nodes(traced.graph), assignment.stage_of()
-    devices = {node.name: assignment.devices[stage_of[node.name]] for node in nodes}
-    known = {*tensors_of(model), *(path for path, _ in model.named_modules())}
-    if len(set(devices.values())) <= 1:
-        return {"": str(assignment.devices[0])}
-    paths = {node.name: _named_path(traced, node) for node in nodes}
-    found = fewest_keys((path, str(devices[name])) for name, path in paths.items() if path is not None)
-    while True:
-        try:
-            placed = place_nodes(model, traced, found)
-        except PartitionError:
-            placed = {}
-        wrong = [node for node in nodes if placed.get(node.name) != devices[node.name]]
-        if not wrong:
-            return found
-        # Operations of a module whose children are on several devices: they need a key if they follow no operand.
-        named = ((key, node) for node in wrong for key in _own_keys(traced, node, devices))
-        missing = next(((key, node) for key, node in named if key in known and key not in found), None)
-        if missing is None:
-            node = wrong[0]
-            path = traced.facts[node.name].module_path or type(model).__name__
-            raise PlanError(
-                f"no device map says this plan: {path!r} itself runs on several devices",
-                where=f"{node.name} ({traced.facts[node.name].source})",
-                remedy="cut between modules, such as cut=[...], or hand on pipe.plan instead of pipe.hf_device_map",
-            )
-        key, node = missing
-        found[key] = str(devices[node.name])
-
-
-def _own_keys(traced: Traced, node: fx.Node, devices: Mapping[str, torch.device]) -> list[str]:
-    """Its module, where all that this runs itself is on one device, or else the tensors that it reads."""
-    path = traced.facts[node.name].module_path
-    if len({device for name, device in devices.items() if traced.facts[name].module_path == path}) == 1:
-        return [path]
-    return [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
-
-
-def _named_path(traced: Traced, node: fx.Node) -> str | None:
-    """The path under which a map can name the node; None for a tensor that another module owns."""
-    path = traced.facts[node.name].module_path
-    if node.op != "get_attr":
-        return path
-    return str(node.target) if str(node.target).rpartition(".")[0] == path else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -16,6 +17,7 @@ from ..plan import Plan
 from .assign import partition
 from .weights import check_fits, free_memory
 from .words import device_map_for
+from .written import written_as_map
 
 
 def partition_with_homes(
@@ -45,7 +47,17 @@ def partition_with_homes(
         ordered, assignment = partition(model, traced, plan, inputs, room)
     if plan.device_map is not None and plan.max_memory is not None:
         check_fits(model, ordered, assignment, plan.max_memory)
-    return ordered, assignment
+    return ordered, replace(assignment, device_map=_as_map(model, traced, ordered, assignment, plan))
+
+
+def _as_map(
+    model: nn.Module, traced: Traced, ordered: Traced, assignment: Assignment, plan: Plan
+) -> Mapping[str, Any] | str:
+    if isinstance(plan.device_map, Mapping):
+        return dict(plan.device_map)
+    if ordered is not traced and len(set(assignment.devices)) > 1:
+        return "it runs the program in another order"
+    return written_as_map(model, ordered, assignment)
 
 
 def on_two_devices(traced: Traced, assignment: Assignment) -> list[str]:

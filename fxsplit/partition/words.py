@@ -13,9 +13,10 @@ from torch import nn
 from ..errors import PartitionError, did_you_mean
 from ..graph import compute_nodes
 from ..ir import Traced
-from .device_map import fewest_keys, place_nodes
+from .device_map import place_nodes
 from .units import bonds, find_units
 from .weights import nbytes, tensors_of, weights_read
+from .written import fewest_keys
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def device_map_for(
     if not pieces:
         return {"": devices[0]}
     nodes, legal = compute_nodes(traced.graph), {unit.start for unit in find_units(traced)}
-    bound = [
+    bound = [  # pieces with no cut between them
         [i for i, piece in enumerate(pieces) if any(b.first <= p <= b.last for p in piece.positions)]
         for b in bonds(traced)
     ]

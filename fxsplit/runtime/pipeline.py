@@ -16,10 +16,9 @@ from torch import nn
 from ..batch import BatchDims
 from ..compat import tree_unflatten
 from ..cost.saved import Live, live_bytes, measured_saved
-from ..errors import ArgumentError, MoveError, SerializeError
+from ..errors import ArgumentError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, region_modules, region_runs, resolve
 from ..ir import Assignment, Program, Stage, Traced
-from ..partition.device_map import written_as_map
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
@@ -278,11 +277,16 @@ class Pipeline(nn.Module):
         fewest keys.
 
         Raises:
-            PlanError: the plan cuts inside of a module's own forward, so no map says where its parts run.
+            PlanError: the plan cuts inside of a module's own forward, or runs the program in another order: no map
+                says that.
         """
-        if isinstance(self.plan.device_map, Mapping):
-            return dict(self.plan.device_map)
-        return dict(written_as_map(self.model, self.traced, self.assignment))
+        found = self.assignment.device_map
+        if isinstance(found, str):
+            raise PlanError(
+                f"no device map says this plan: {found}",
+                remedy="cut between modules, such as cut=[...], or hand on pipe.plan instead of pipe.hf_device_map",
+            )
+        return dict(found)
 
     def __len__(self) -> int:
         return len(self.stages)

@@ -221,6 +221,9 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         "cost": assignment.cost,
         "costs": dict(assignment.costs),
         "rows": [[str(d) for d in row] for row in assignment.rows],
+        "device_map": assignment.device_map
+        if isinstance(assignment.device_map, str)
+        else dict(assignment.device_map),
         "forecast": asdict(assignment.forecast),
         "regions": [region_runs(stage) for stage in pipe.program.stages],
         "batch_dims": list(pipe.dims.dims),
