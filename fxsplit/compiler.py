@@ -124,12 +124,7 @@ def _assign(
 ) -> tuple[Traced, Assignment, list[Runs]]:
     """Partition, and choose what is recomputed; again with less room where the simulated memory is over a limit."""
     for room in (1.0, 0.97, 0.9, 0.8):
-        try:
-            ordered, assignment = partition_with_homes(model, traced, plan, inputs, room)
-        except PartitionError:
-            if room == 1.0:
-                raise
-            break
+        ordered, assignment = partition_with_homes(model, traced, plan, inputs, room)
         runs = chosen_runs(model, ordered, assignment, plan, inputs)
         assignment = with_simulated_memory(model, ordered, assignment, plan, runs, inputs)
         over = [

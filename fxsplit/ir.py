@@ -209,7 +209,7 @@ class Forecast:
     """What a plan comes to, and how far from the best it can be.
 
     Attributes:
-        unit: of the loads: ``"bytes"``, ``"FLOPs"`` or ``"s"``.
+        unit: of the loads: ``"bytes"``, ``"FLOPs"``, ``"s"``, or ``"nodes"`` where the cost is nothing for all of them.
         bound: no partition into as many stages on these devices has a lighter heaviest stage.
         stages: per stage.
         cut_bytes: of the values that travel between stages, once for each stage that reads them.

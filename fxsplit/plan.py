@@ -69,7 +69,7 @@ class Plan:
 
     Args:
         cost: what the load of a stage is: ``"params"`` (bytes of parameters), ``"memory"`` (those with gradients and
-            optimizer states, and what is kept for backward), ``"flops"`` (floating point operations of forward
+            optimizer states, and what is kept for backward where nothing is recomputed), ``"flops"`` (floating point operations of forward
             and backward), ``"roofline"`` (seconds on the described `hardware`: the larger of FLOPs by its rate and
             bytes by its bandwidth), or ``"time"`` (forward and backward of each node, measured on the example,
             in seconds). Or seconds of your own: a function of `fxsplit.NodeCost`, or ``{node name: seconds}``,

@@ -62,7 +62,7 @@ def partition(
     if said is None:
         planned = plan_stages(problem, simulator(plan), search=plan.effort == "search")
         if planned is None:
-            raise shortage(model, traced, plan, figures, names)
+            raise shortage(model, traced, plan, figures, names, room)
         cut, how, advice = planned.cut, explanation(planned), better(planned, unit_of(plan))
     else:
         begins = {unit.start: i for i, unit in enumerate(units)}
@@ -74,10 +74,11 @@ def partition(
     if cut.order != tuple(range(len(units))):
         traced = reordered(traced, [name for names in stages for name in names])
     rows = _rows(plan, cut, devices)
+    counted = any(any(work.values()) for work in figures.works)
     moving = travels(problem, cut)
     found = stage_figures(problem, cut, moving)
     forecast = Forecast(
-        unit_of(plan),
+        unit_of(plan) if counted else "nodes",
         min(lower_bound(problem), max(f.load for f in found)),
         _stage_forecasts(figures, cut, stages, found, room),
         int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
@@ -89,7 +90,7 @@ def partition(
         stages,
         tuple(row[0] for row in rows),
         tuple(f.load for f in found),
-        name_of(plan),
+        name_of(plan) if counted else "nodes",
         dict(figures.works[0]),
         rows,
         forecast,

@@ -85,10 +85,19 @@ def better(planned: Planned, unit: str) -> str:
 
 
 def shortage(
-    model: nn.Module, traced: Traced, plan: Plan, figures_: Figures, devices: Sequence[str]
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    figures_: Figures,
+    devices: Sequence[str],
+    room: float,
 ) -> PartitionError:
-    """The error for a plan that fits in no memory: what is missing where, and what would help, with the figures."""
-    problem = build_problem(model, traced, plan, figures_, devices)
+    """The error for a plan that fits in no memory: what is missing where, and what would help, with the figures.
+
+    Args:
+        room: the part of each memory limit that may be planned with: a plan that used more was over it by simulation.
+    """
+    problem = build_problem(model, traced, plan, figures_, devices, room)
     cut, needs = _least(problem)
     stage = max(range(len(needs)), key=lambda s: needs[s].memory / cut.slots[s].memory)
     need, limit = needs[stage].memory, cut.slots[stage].memory
@@ -98,7 +107,7 @@ def shortage(
     for words, variant, others in _variants(plan, devices):
         if len(others) > len(figures_.units):
             continue
-        other = build_problem(model, traced, variant, figures_, others)
+        other = build_problem(model, traced, variant, figures_, others, room)
         slots, then = _least(other)
         part, most = max((f.memory / s.memory, f.memory) for f, s in zip(then, slots.slots, strict=True))
         tried.append((part > 1, f"{words} ({in_units(most)}, {'fits' if part <= 1 else 'does not fit'})"))
@@ -106,7 +115,8 @@ def shortage(
     return PartitionError(
         f"no cut into {len(cut.starts)} stage{'s' if len(cut.starts) != 1 else ''} fits the memory: at best, stage {stage} "
         f"({span}) needs {in_units(need)} of {in_units(limit)} on {devices[min(stage, len(devices) - 1)]}, "
-        f"{in_units(need - limit)} too much",
+        f"{in_units(need - limit)} too much"
+        + (f" ({1 - room:.0%} of the memory are left for what only a simulation counts)" if room < 1 else ""),
         remedy=", or ".join(text for _, text in sorted(tried, key=lambda pair: pair[0]))
         or "a smaller batch or model",
     )

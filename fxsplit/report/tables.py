@@ -75,6 +75,8 @@ def _replicas(counts: Sequence[int]) -> str:
 def _load(load: float, unit: str) -> str:
     if unit == "s":
         return f"{load * 1e3:.3f} ms" if load < 1 else f"{load:.3f} s"
+    if unit == "nodes":
+        return f"{load:.0f} nodes"
     return in_units(load) if unit == "bytes" else f"{_scaled(load)}FLOP"
 
 
