@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import nn
 
+from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
 from .sizes import nbytes_of
@@ -22,9 +22,6 @@ COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe",)
 CHECKPOINTS = ("always", "except_last", "never")
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-DeviceLike = str | int | torch.device
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class Plan:
         self._check_replicas()
         self._check_hardware()
         if self.max_memory is not None:
-            self._check_max_memory()
+            self._set("max_memory", memory_limits_of(self.max_memory))
         if self.no_split_module_classes is not None:
             self._check_no_split()
         if self.batch_dims is not None:
@@ -197,66 +194,7 @@ class Plan:
                 if isinstance(self.device_map, str)
                 else "keep device_map= alone, it names the devices",
             )
-        if isinstance(self.device_map, str):
-            self._check_word(self.device_map)
-            return
-        if not isinstance(self.device_map, Mapping) or not self.device_map:
-            raise PlanError(
-                f"device_map={self.device_map!r} is not a mapping of module paths to devices",
-                remedy='device_map={"": "cuda:0", "head": "cuda:1"}, or a word such as "auto"',
-            )
-        resolved: dict[str, str | tuple[str, str]] = {}
-        for path, device in self.device_map.items():
-            if not isinstance(path, str):
-                raise PlanError(
-                    f"device_map key {path!r} is not a module path", remedy='use a string such as "h.4"'
-                )
-            where = f"device_map[{path!r}]"
-            if isinstance(device, list | tuple):
-                if len(device) != 2:
-                    raise PlanError(
-                        f"{where} has {len(device)} devices",
-                        remedy="one device, or a pair (device, output device)",
-                    )
-                resolved[path] = (_device(where, device[0]), _device(where, device[1]))
-            else:
-                resolved[path] = _device(where, device)
-        self._set("device_map", resolved)
-
-    def _check_word(self, word: str) -> None:
-        if word in DEVICE_MAPS:
-            return
-        try:
-            remedy = f'device_map={{"": "{_device("device_map", word)}"}} for the whole model'
-        except PlanError as error:
-            if word == "disk":
-                raise error from None
-            remedy = did_you_mean(word, DEVICE_MAPS, label="words")
-        raise PlanError(f"device_map={word!r} is not known", remedy=remedy)
-
-    def _check_max_memory(self) -> None:
-        if not isinstance(self.max_memory, Mapping) or not self.max_memory:
-            raise PlanError(
-                f"max_memory={self.max_memory!r} is not a mapping of devices to sizes",
-                remedy='max_memory={0: "10GiB", "cpu": "30GiB"}',
-            )
-        limits: dict[str, int] = {}
-        spelled: dict[str, object] = {}
-        for key, size in self.max_memory.items():
-            # "0": what JSON makes of the key 0
-            index = int(key) if isinstance(key, str) and re.fullmatch("[0-9]+", key) else key
-            device, limit = _device(f"max_memory key {key!r}", index), nbytes_of(size)
-            if limit is None:
-                raise PlanError(
-                    f"max_memory[{key!r}]={size!r} is not a size",
-                    remedy='a size such as "10GiB" or 10 * 2**30',
-                )
-            if device in limits:
-                raise PlanError(
-                    f"max_memory keys {spelled[device]!r} and {key!r} are both {device}", remedy="keep one"
-                )
-            limits[device], spelled[device] = limit, key
-        self._set("max_memory", limits)
+        self._set("device_map", device_map_of(self.device_map))
 
     def _check_no_split(self) -> None:
         given = self.no_split_module_classes
@@ -371,7 +309,7 @@ class Plan:
 
     def _check_devices(self) -> None:
         if isinstance(self.devices, DeviceLike):
-            self._set("devices", _device("devices", self.devices))
+            self._set("devices", device_name("devices", self.devices))
             return
         if not isinstance(self.devices, Sequence) or not self.devices:
             raise PlanError(
@@ -382,7 +320,7 @@ class Plan:
                 "devices= holds rows of devices: replicas of a stage on different devices are not supported",
                 remedy="one device for each stage; replicas= share it",
             )
-        devices = tuple(_device(f"devices[{i}]", d) for i, d in enumerate(self.devices))
+        devices = tuple(device_name(f"devices[{i}]", d) for i, d in enumerate(self.devices))
         self._set("devices", devices)
         if self.replicas == "auto":
             if (self.stages or 1) > len(devices):
@@ -496,31 +434,3 @@ class Plan:
 def _check_positive(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{field}={value!r} is not a positive whole number", remedy=f"{field}=1 or more")
-
-
-def _device(where: str, device: object) -> str:
-    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise PlanError(
-            f"{where} is {device!r}, not a device", remedy='a device such as "cpu", "cuda:0" or 0'
-        )
-    if device == "disk":
-        raise PlanError(
-            f"{where}: fxsplit does not offload to disk",
-            remedy='"cpu", which holds what the accelerators cannot',
-        )
-    if isinstance(device, int) and device < 0:
-        raise PlanError(f"{where} is {device}, not a device", remedy='a device such as "cpu", "cuda:0" or 0')
-    if isinstance(device, int):  # Accelerate's way to name an accelerator; known also where there is none
-        kind = torch.accelerator.current_accelerator()
-        return f"{kind.type if kind is not None else 'cuda'}:{device}"
-    number = re.fullmatch(r".*:([0-9]+)", device) if isinstance(device, str) else None
-    if number is not None and int(number.group(1)) > 127:
-        raise PlanError(
-            f"{where} is {device!r}, and PyTorch numbers devices from 0 to 127", remedy='"cuda:0"'
-        )
-    try:
-        return str(torch.device(device))
-    except RuntimeError as error:
-        raise PlanError(
-            f"{where}: {str(error).splitlines()[0]}", remedy='a device such as "cpu", "cuda:0" or 0'
-        ) from None

@@ -63,7 +63,7 @@ def partition(
         planned = plan_stages(problem, simulator(plan), search=plan.effort == "search")
         if planned is None:
             raise shortage(model, traced, plan, figures, names, room)
-        cut, how, advice = planned.cut, explanation(planned), better(planned, unit_of(plan))
+        cut, how, advice = planned.cut, explanation(planned), better(planned)
     else:
         begins = {unit.start: i for i, unit in enumerate(units)}
         slots = tuple(moves[0][1] for moves in problem.moves[:count])

@@ -71,7 +71,7 @@ def explanation(planned: Planned) -> str:
     return f"{kind} of all contiguous cuts of {orders}{where}"
 
 
-def better(planned: Planned, unit: str) -> str:
+def better(planned: Planned) -> str:
     """What the user might rather ask for."""
     if planned.fewer is None:
         return ""

@@ -44,7 +44,7 @@ def device_map_for(
     *Ensures* that the program may be cut wherever the map changes device.
 
     Args:
-        word: one of ``plan.DEVICE_MAPS``.
+        word: one of ``device_names.DEVICE_MAPS``.
         limits: device → bytes, in the order in which devices are filled; ``"cpu"`` holds what the others cannot.
         no_split: names of classes whose modules stay on one device.
 
