@@ -39,7 +39,7 @@ def with_simulated_memory(
             live = except_last(live, plain, plan.micro_batches)
         apart = len(set(assignment.rows[stage])) > 1
         replicas = [assignment.replicas[stage] if apart else 1]
-        share = in_flight(gpipe(1, plan.micro_batches, replicas), 0) / plan.micro_batches
+        share = max(in_flight(gpipe(1, plan.micro_batches, replicas))) / plan.micro_batches
         assert said.state is not None
         found.append(replace(said, memory=said.state + round(live.kept * share) + live.peak - live.kept))
     return replace(assignment, forecast=replace(assignment.forecast, stages=tuple(found)))

@@ -301,7 +301,7 @@ def _room(plan: Plan, replicas: int) -> Weights:
     Of what a batch like the example keeps, it is the part of the micro-batches in flight.
     """
     m = plan.micro_batches
-    share = in_flight(gpipe(1, m, [replicas]), 0) / m  # of GPipe every stage keeps as much
+    share = max(in_flight(gpipe(1, m, [replicas]))) / m  # of GPipe every stage keeps as much
     copies = float(parameter_copies(plan.optimizer_states))
     if plan.optimizer_states is None:
         return Weights(parameters=copies, traffic=1 / m)

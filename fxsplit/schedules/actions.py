@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self, get_args
 
-Kind = Literal["F", "B"]
-KINDS: tuple[Kind, ...] = ("F", "B")
+from ..errors import ScheduleError
+
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One stage computes one micro-batch, forward (F) or backward (B). Written ``2F0``: stage 2, micro-batch 0."""
+    """One stage computes one micro-batch. Written ``2F0``: stage 2, forward, micro-batch 0.
+
+    F is forward and B backward; or, instead of B, the gradients of the inputs (I) and later those of the weights (W).
+    """
 
     kind: Kind
     stage: int
@@ -31,7 +36,7 @@ class Schedule:
     Attributes:
         name: such as ``"gpipe"``.
         workers: per worker its actions.
-        labels: per worker the (stage, replica) that it is.
+        labels: per worker the (first stage, replica) that it is.
     """
 
     name: str
@@ -42,8 +47,41 @@ class Schedule:
         """The forward or the backward actions of each worker, in order."""
         return tuple(tuple(a for a in actions if a.kind == kind) for actions in self.workers)
 
+    def to_csv(self) -> str:
+        """A line for each worker, its actions with commas between them."""
+        return "".join(",".join(map(str, actions)) + "\n" for actions in self.workers)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Self:
+        """The schedule of such lines; empty fields, as for times in which a worker waits, are left out.
+
+        Workers that begin with the same stage are its replicas, in the order of their lines.
+
+        Raises:
+            ScheduleError: a field is no action.
+        """
+        rows = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            fields = [field.strip() for field in line.split(",")]
+            rows.append(tuple(_action(field, number) for field in fields if field))
+        firsts = [row[0].stage if row else number for number, row in enumerate(rows)]
+        labels = tuple((stage, firsts[:i].count(stage)) for i, stage in enumerate(firsts))
+        return cls(name, tuple(rows), labels)
+
     def __str__(self) -> str:
         return "\n".join(
             f"stage {stage}.{replica}: {' '.join(map(str, actions))}"
             for (stage, replica), actions in zip(self.labels, self.workers, strict=True)
         )
+
+
+def _action(text: str, line: int) -> Action:
+    match = re.fullmatch(r"([0-9]+)([A-Z])([0-9]+)", text)
+    kinds = {str(kind): kind for kind in get_args(Kind)}
+    if match is None or match.group(2) not in kinds:
+        raise ScheduleError(
+            f"{text!r} is no action",
+            where=f"line {line}",
+            remedy="such as 2F0: stage 2, forward, micro-batch 0",
+        )
+    return Action(kinds[match.group(2)], int(match.group(1)), int(match.group(3)))

@@ -52,7 +52,9 @@ def needs_of(
 
     def needs(action: Action) -> list[Action]:
         kind, stage, i = action
-        before = [Action("F", stage, i)] if kind == "B" else []
+        if kind == "W":
+            return [Action("I", stage, i)]
+        before = [Action("F", stage, i)] if kind != "F" else []
         before += [Action(kind, s, i) for s in sorted(forward[stage] if kind == "F" else backward[stage])]
         if stage in in_turn and i > 0:
             before.append(Action(kind, stage, i - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..errors import ScheduleError
-from .actions import KINDS, Action, Needs, Schedule
+from .actions import Action, Kind, Needs, Schedule
 
 
 def serial_order(workers: Sequence[Sequence[Action]], needs: Needs) -> Iterator[Action]:
@@ -43,10 +43,19 @@ def serial_order(workers: Sequence[Sequence[Action]], needs: Needs) -> Iterator[
 def check_schedule(schedule: Schedule, stages: int, micro_batches: int, needs: Needs) -> None:
     """Prove that the schedule plays every action exactly once and ends.
 
+    Every stage goes forward with every micro-batch, and, unless there is no backward at all, backward: in one (B) or
+    in two (I and W).
+
     Raises:
         ScheduleError: names the action that is repeated, missing, unknown or stuck.
     """
-    expected = {Action(k, s, i) for k in KINDS for s in range(stages) for i in range(micro_batches)}
+    played = {action.kind for actions in schedule.workers for action in actions}
+    kinds: set[Kind] = {"F"}
+    if played - kinds:
+        kinds |= {"I", "W"} if played & {"I", "W"} else {"B"}
+    if played - kinds:
+        raise ScheduleError("the schedule plays backward in one (B) and in two (I, W)", remedy="one of them")
+    expected = {Action(k, s, i) for k in kinds for s in range(stages) for i in range(micro_batches)}
     seen: set[Action] = set()
     for action in (a for actions in schedule.workers for a in actions):
         if action in seen:

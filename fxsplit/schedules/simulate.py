@@ -30,11 +30,11 @@ def timeline(
 def bubble(schedule: Schedule, needs: Needs, loads: Sequence[float]) -> float:
     """Idle share of the workers, for stages whose forward and backward of the whole batch take `loads`.
 
-    A backward is taken to be twice as long as a forward. Transfers take no time. Equal stages under GPipe
+    A backward is taken to be twice as long as a forward, each of its two halves as long. Transfers take no time. Equal stages under GPipe
     give (p - 1) / (m + p - 1).
     """
     weights = list(loads) if any(loads) else [1.0] * len(loads)
-    times = timeline(schedule, needs, lambda a: weights[a.stage] * (1 if a.kind == "F" else 2))
+    times = timeline(schedule, needs, lambda a: weights[a.stage] * (2 if a.kind == "B" else 1))
     busy = sum(end - start for start, end in times.values())
     return 1 - busy / (len(schedule.workers) * max(end for _, end in times.values()))
 
