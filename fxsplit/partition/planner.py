@@ -8,8 +8,10 @@ thinned positions first and then near the cuts that were found; `Planned.exact` 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .cuts import lightest, tidiest
@@ -73,9 +75,21 @@ class _Found:
     space: Space
     bottleneck: float
     cut: Cut
-    exact: bool
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Planning makes many small lists and no cycles: to look for garbage among them takes as long again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collection()
 def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -> Planned | None:
     """The best stages of a problem, or None where the memory of no plan suffices.
 
@@ -87,35 +101,36 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
         search: also move units between stages by a seeded local search, beyond the orders that are tried.
     """
     found: list[_Found] = []
-    allowed = orders(problem.before, problem.values)
-    for name, order in allowed:
-        best = min((f.bottleneck for f in found), default=math.inf)
-        attempt = _best_of_order(Space(problem, order), name, best)
+    exact, tried, best = True, 0, math.inf
+    bound = lower_bound(problem)
+    for name, order in orders(problem.before, problem.values):
+        attempt, complete = _best_of_order(Space(problem, order), name, best, bound)
+        exact, tried = exact and complete, tried + 1
         if attempt is not None:
             found.append(attempt)
-        if problem.fixed_order:
+            best = attempt.bottleneck
+        if problem.fixed_order or best <= bound * (1 + 1e-9):
             break
     if not found:
         return None
     if search and not problem.fixed_order:
-        start = min(found, key=lambda f: f.bottleneck)
-        order = improved(problem, start.cut)
-        attempt = _best_of_order(Space(problem, order), "local search", start.bottleneck)
+        order = improved(problem, found[-1].cut)
+        attempt, _ = _best_of_order(Space(problem, order), "local search", best, bound)
         if attempt is not None:
             found.append(attempt)
-    best = min(f.bottleneck for f in found)
+            best = attempt.bottleneck
     chosen = found[0]
     if chosen.name != "program order" or best < chosen.bottleneck * WORTH_REORDERING:
-        chosen = min(found, key=lambda f: f.bottleneck)
+        chosen = found[-1]  # each is better than the one before
     cut = _among_equals(problem, chosen, simulate)
     stages, step = _assess(problem, cut, simulate)
     return Planned(
         cut,
         stages,
-        min(lower_bound(problem), max(s.load for s in stages)),
-        all(f.exact for f in found),
+        min(bound, max(s.load for s in stages)),
+        exact,
         chosen.name,
-        len(found),
+        tried,
         step,
         _fewer(chosen.space, len(cut.starts), step, simulate),
     )
@@ -128,7 +143,7 @@ def roomiest(problem: Problem) -> Cut:
         room = slot.room
         part = 1 / slot.memory if slot.memory != math.inf else 0.0
         load = Weights(
-            work=1e-30,  # for the windows; it decides nothing
+            work=max(room.work * part, 1e-30),  # for the windows; where memory has no work it decides nothing
             traffic=room.traffic * part,
             parameters=room.parameters * part,
             saved=room.saved * part,
@@ -147,33 +162,36 @@ def roomiest(problem: Problem) -> Cut:
     return replace(cut, slots=tuple(names[slot] for slot in cut.slots))
 
 
-def _best_of_order(space: Space, name: str, best: float) -> _Found | None:
-    """The lightest bottleneck of one order, if it is below `best`."""
+def _best_of_order(space: Space, name: str, best: float, least: float) -> tuple[_Found | None, bool]:
+    """The lightest bottleneck of one order, if it is below `best`, and whether there is surely none below that.
+
+    Args:
+        least: no order has a lighter one.
+    """
+
+    def result(found: tuple[float, Cut] | None, exact: bool) -> tuple[_Found | None, bool]:
+        return (_Found(name, space, *found) if found is not None and found[0] < best else None), exact
+
     ends = space.problem.ends
     coarse = thinned(space, max(_COARSE, 4 * len(space.problem.moves)))
     everywhere = len(coarse) == len(space.positions)
     found = _lightest_at(space.only(coarse), ends, math.inf if everywhere else best * 1.05)
-    if everywhere:
-        return _Found(name, space, *found, True) if found is not None and found[0] < best else None
+    if everywhere or (found is not None and found[0] <= least * (1 + 1e-9)):
+        return result(found, True)
     bound = min(best, found[0] * (1 + 1e-12) if found is not None else math.inf)
-    if found is not None and found[0] <= lower_bound(space.problem) * (1 + 1e-9):
-        return _Found(name, space, *found, True) if found[0] < best else None
     count = len(space.order)
     space.only(range(count + 1))
     pairs = space.pairs(bound) if bound < math.inf else math.inf
-    exact = pairs <= _PAIRS
-    if not exact:
-        share = math.sqrt(_PAIRS / pairs) if pairs < math.inf else 0.0
-        fine = thinned(space, max(int(count * share), len(coarse)))
-        better = _lightest_at(space.only(fine), ends, bound)
-        found = _lighter(found, better)
-        if found is not None:
-            near = {q for s in found[1].starts for q in range(s - _NEAR, s + _NEAR + 1) if 0 <= q <= count}
-            space.only(sorted({*coarse, *near, count}))
-            found = _lighter(found, _lightest_at(space, ends, found[0]))
-    else:
-        found = _lighter(found, _lightest_at(space, ends, bound))
-    return _Found(name, space, *found, exact) if found is not None and found[0] < best else None
+    if pairs <= _PAIRS:
+        return result(_lighter(found, _lightest_at(space, ends, bound)), True)
+    share = math.sqrt(_PAIRS / pairs) if pairs < math.inf else 0.0
+    fine = thinned(space, max(int(count * share), len(coarse)))
+    found = _lighter(found, _lightest_at(space.only(fine), ends, bound))
+    if found is not None:
+        near = {q for s in found[1].starts for q in range(s - _NEAR, s + _NEAR + 1) if 0 <= q <= count}
+        space.only(sorted({*coarse, *near, count}))
+        found = _lighter(found, _lightest_at(space, ends, found[0]))
+    return result(found, False)
 
 
 def _lighter(a: tuple[float, Cut] | None, b: tuple[float, Cut] | None) -> tuple[float, Cut] | None:
