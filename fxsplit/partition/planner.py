@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .cuts import lightest, tidiest
-from .orders import orders
+from .orders import filled, latest_first, orders
 from .problem import Cut, Problem, Simulate, Slot, StageFigures, Weights, figures, lower_bound, travels
 from .search import improved
 from .space import Space, thinned
@@ -26,6 +26,9 @@ SLACK = 1.005
 WORTH_REORDERING = 0.995
 _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
+_FILLINGS = 16  # orders in which branches fill up stages, that are tried at most
+_FILLED_UNITS = 20_000  # and at most so many units of them together
+_HEATS = (0.2, 0.05, 0.01)  # of the local searches, one from what the other found
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
 _TIES = 400  # positions among which ties are broken
 
@@ -113,8 +116,12 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
             break
     if not found:
         return None
-    if search and not problem.fixed_order:
-        order = improved(problem, found[-1].cut)
+    if tried > 1 and all(len(moves) <= 1 for moves in problem.moves):
+        for attempt in _filled_up(problem, found[-1], bound):
+            found.append(attempt)
+            best = attempt.bottleneck
+    for seed, heat in enumerate(_HEATS if search and not problem.fixed_order else ()):
+        order = improved(problem, found[-1].cut, seed, heat)
         attempt, _ = _best_of_order(Space(problem, order), "local search", best, bound)
         if attempt is not None:
             found.append(attempt)
@@ -160,6 +167,21 @@ def roomiest(problem: Problem) -> Cut:
     _, cut = min((found[end] for end in problem.ends if end in found), key=lambda pair: pair[0])
     names = {as_load(slot): slot for slot in problem.slots()}
     return replace(cut, slots=tuple(names[slot] for slot in cut.slots))
+
+
+def _filled_up(problem: Problem, start: _Found, bound: float) -> Iterator[_Found]:
+    """Better cuts, each than the one before, in which parallel branches fill up each other's stages."""
+    both = tuple(range(problem.units)), latest_first(problem.before)
+    best, low = start.bottleneck, bound
+    for turn in range(min(_FILLINGS, _FILLED_UNITS // problem.units)):
+        aim = (low + best) / 2 if turn % 2 == 0 else best - (best - bound) * turn / _FILLINGS / 2
+        order = filled(problem, start.cut.slots, both, aim)
+        attempt, _ = _best_of_order(Space(problem, order), "branches filled up", best, bound)
+        if attempt is not None:
+            best = attempt.bottleneck
+            yield attempt
+        elif turn % 2 == 0:
+            low = aim
 
 
 def _best_of_order(space: Space, name: str, best: float, least: float) -> tuple[_Found | None, bool]:
@@ -221,8 +243,8 @@ def _among_equals(problem: Problem, chosen: _Found, simulate: Simulate) -> Cut:
         cut = tidiest(space, penalties, limit, problem.ends, walls)
         if cut is not None and cut not in candidates:
             candidates.append(cut)
-    if not candidates:  # rounding at the limit itself
-        return chosen.cut
+    if chosen.cut not in candidates:
+        candidates.append(chosen.cut)
     steps = [_assess(problem, cut, simulate)[1] for cut in candidates]
     shortest = min(steps) * (1 + 1e-3)  # the first ones have the fewest bytes
     return next(c for c, step in zip(candidates, steps, strict=True) if step <= shortest)
