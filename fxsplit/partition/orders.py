@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from .problem import Item, Problem, Slot
 
@@ -142,11 +142,22 @@ def latest_first(before: Sequence[Sequence[int]]) -> Order:
     return tuple(order)
 
 
-def filled(problem: Problem, slots: Sequence[Slot], orders: tuple[Order, Order], bound: float) -> Order:
-    """Stage by stage the beginnings of two orders, of what is left, that together weigh most within `bound`.
+def filled(
+    problem: Problem,
+    slots: Sequence[Slot],
+    orders: tuple[Order, Order],
+    bound: float,
+    sparing: int,
+    spare: float,
+) -> Order:
+    """Stage by stage the beginnings of two orders, of what is left, that together weigh about most within `bound`.
 
     So the small units of one branch fill up what the large ones of another leave free. The load of both is taken for
     the sum of the loads of each; what comes out is an order that is cut exactly afterwards.
+
+    Args:
+        sparing: which of the orders to take as little from as possible, so that it lasts for later stages.
+        spare: what part of a stage may be left free for that.
     """
     count = problem.units
     touching: list[list[int]] = [[] for _ in range(count)]
@@ -163,11 +174,13 @@ def filled(problem: Problem, slots: Sequence[Slot], orders: tuple[Order, Order],
         best_of: list[tuple[float, int]] = []
         for _, score, n in by_load:
             best_of.append(max(best_of[-1], (score, n)) if best_of else (score, n))
-        most, choice = -math.inf, (1, 0)
+        pairs = []
         for n, (load, score) in enumerate(first):
             at = bisect_right(loads, bound - load) - 1
-            if at >= 0 and score + best_of[at][0] > most and n + best_of[at][1] > 0:
-                most, choice = score + best_of[at][0], (n, best_of[at][1])
+            if at >= 0 and n + best_of[at][1] > 0:
+                pairs.append((score + best_of[at][0], n, best_of[at][1]))
+        enough = max((score for score, *_ in pairs), default=0.0) - spare * bound
+        choice = min((p[1:] for p in pairs if p[0] >= enough), key=itemgetter(sparing), default=(1, 0))
         for units, n in zip(left, choice, strict=True):
             for unit in units[:n]:
                 if not done[unit]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,8 @@ SLACK = 1.005
 WORTH_REORDERING = 0.995
 _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
-_FILLINGS = 16  # orders in which branches fill up stages, that are tried at most
-_FILLED_UNITS = 20_000  # and at most so many units of them together
+_FILLINGS = 20  # orders in which branches fill up stages, that are tried at most
+_FILLED_UNITS = 30_000  # and at most so many units of them together
 _HEATS = (0.2, 0.05, 0.01)  # of the local searches, one from what the other found
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
 _TIES = 400  # positions among which ties are broken
@@ -172,16 +173,20 @@ def roomiest(problem: Problem) -> Cut:
 def _filled_up(problem: Problem, start: _Found, bound: float) -> Iterator[_Found]:
     """Better cuts, each than the one before, in which parallel branches fill up each other's stages."""
     both = tuple(range(problem.units)), latest_first(problem.before)
-    best, low = start.bottleneck, bound
-    for turn in range(min(_FILLINGS, _FILLED_UNITS // problem.units)):
-        aim = (low + best) / 2 if turn % 2 == 0 else best - (best - bound) * turn / _FILLINGS / 2
-        order = filled(problem, start.cut.slots, both, aim)
+    best = start.bottleneck
+    kinds = list(itertools.product((0.003, 0.02), (0, 1)))
+    low = [bound] * len(kinds)
+    turns = min(_FILLINGS, _FILLED_UNITS // problem.units)
+    for turn in range(turns if turns >= len(kinds) else 0):
+        spare, sparing = kinds[turn % len(kinds)]
+        aim = (low[turn % len(kinds)] + best) / 2
+        order = filled(problem, start.cut.slots, both, aim, sparing, spare)
         attempt, _ = _best_of_order(Space(problem, order), "branches filled up", best, bound)
         if attempt is not None:
             best = attempt.bottleneck
             yield attempt
-        elif turn % 2 == 0:
-            low = aim
+        else:
+            low[turn % len(kinds)] = aim
 
 
 def _best_of_order(space: Space, name: str, best: float, least: float) -> tuple[_Found | None, bool]:
