@@ -153,10 +153,15 @@ class Space:
             if not wanted:
                 continue
             near = steps[: bisect_left(steps, (max(stop for *_, stop in wanted),))]
-            totals = [list(itertools.accumulate(map(itemgetter(k), near), initial=0.0)) for k in kinds]
+            places = [step[0] for step in near]
+            sums_at = [
+                dict(zip(places, itertools.accumulate(map(itemgetter(k), near)), strict=True)) for k in kinds
+            ]
+            changes = list(sums_at[0])
+            added = [(0.0, *one.values()) for one in sums_at]  # before the first change, and from each one on
             for layer, target, slot, first, stop in wanted:
                 row = self.row(slot.row, slot.load)
-                for start, end, constant in self._pieces(a, first, stop, slot, row, near, totals):
+                for start, end, constant in self._pieces(a, first, stop, slot, row, changes, added):
                     yield a, layer, target, slot, start, end, row, constant
 
     def _pieces(
@@ -166,37 +171,30 @@ class Space:
         stop: int,
         slot: Slot,
         row: Sequence[float],
-        steps: Sequence[Step],
-        totals: Sequence[Sequence[float]],
+        changes: Sequence[int],
+        added: Sequence[Sequence[float]],
     ) -> Iterator[tuple[int, int, float]]:
         """``range(first, stop)`` in pieces with one constant each, without the ends at which memory does not suffice.
 
         Args:
-            totals: sums of the steps before each one, of traffic and, where they count, of the other kinds.
+            changes: where steps are.
+            added: what they add up to, of traffic and, where they count, of parameters and what is kept for backward.
         """
         load, room = slot.load, slot.room
         limited = slot.memory != float("inf")
         needs = self.row(slot.row, room) if limited else row
-        at = bisect_left(steps, (first + 1,))  # the first step that is not in all pieces
-        past = [total[at] for total in totals]
-        cost, need = load.fixed - row[a] + _added(load, past), room.fixed - needs[a]
-        if limited:
-            need += _added(room, past)
-        begin = first
-        for end, *step in steps[at : bisect_left(steps, (stop,))]:
-            if end > begin:
-                if limited:
-                    yield from _fitting(begin, end, needs, slot.memory - need, cost)
-                else:
-                    yield begin, end, cost
-                begin = end
-            cost += _added(load, step)
+        begin, at = first, bisect_right(changes, first)
+        for number, end in enumerate((*changes[at : bisect_left(changes, stop)], stop), at):
+            cost = load.fixed - row[a] + load.traffic * added[0][number]
+            if len(added) > 1:
+                cost += load.parameters * added[1][number] + load.saved * added[2][number]
             if limited:
-                need += _added(room, step)
-        if limited:
-            yield from _fitting(begin, stop, needs, slot.memory - need, cost)
-        else:
-            yield begin, stop, cost
+                need = room.traffic * added[0][number] + room.parameters * added[1][number]
+                need += room.fixed - needs[a] + room.saved * added[2][number]
+                yield from _fitting(begin, end, needs, slot.memory - need, cost)
+            else:
+                yield begin, end, cost
+            begin = end
 
     def _earliest(self, bound: float) -> list[int]:
         """Per layer the first index from which the rest can be done within `bound`, by work alone."""
@@ -246,13 +244,6 @@ def thinned(space: Space, count: int) -> list[int]:
             best[bucket] = p
     plain = range(0, last, max(1, 2 * last // count))  # work may be in few units only
     return sorted({0, last, *best.values(), *plain})
-
-
-def _added(weights: Weights, step: Sequence[float]) -> float:
-    """What a step adds: its traffic and, where they count, its parameters and what is kept for backward."""
-    if len(step) == 1:
-        return weights.traffic * step[0]
-    return weights.traffic * step[0] + weights.parameters * step[1] + weights.saved * step[2]
 
 
 def _fitting(
