@@ -102,7 +102,7 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
 
     Args:
         simulate: loads, chains of stages that a value passes through, and replicas → seconds of a step.
-        search: also move units between stages by a seeded local search, beyond the orders that are tried.
+        search: also move units between stages by a seeded local search, where there is more than one order.
     """
     found: list[_Found] = []
     exact, tried, best = True, 0, math.inf
@@ -121,7 +121,7 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
         for attempt in _filled_up(problem, found[-1], bound):
             found.append(attempt)
             best = attempt.bottleneck
-    for seed, heat in enumerate(_HEATS if search and not problem.fixed_order else ()):
+    for seed, heat in enumerate(_HEATS if search and tried > 1 else ()):
         order = improved(problem, found[-1].cut, seed, heat)
         attempt, _ = _best_of_order(Space(problem, order), "local search", best, bound)
         if attempt is not None:
