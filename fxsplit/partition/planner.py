@@ -8,10 +8,14 @@ thinned positions first and then near the cuts that were found; `Planned.exact` 
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .branches import filled, latest_first
 from .cuts import lightest, tidiest
 from .orders import orders
 from .problem import Cut, Problem, Simulate, Slot, StageFigures, Weights, figures, lower_bound, travels
@@ -24,6 +28,9 @@ SLACK = 1.005
 WORTH_REORDERING = 0.995
 _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
+_FILLINGS = 20  # orders in which branches fill up stages, that are tried at most
+_FILLED_UNITS = 30_000  # and at most so many units of them together
+_HEATS = (0.2, 0.05, 0.01)  # of the local searches, one from what the other found
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
 _TIES = 400  # positions among which ties are broken
 
@@ -75,6 +82,19 @@ class _Found:
     cut: Cut
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Planning makes many small lists and no cycles: to look for garbage among them takes as long again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collection()
 def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -> Planned | None:
     """The best stages of a problem, or None where the memory of no plan suffices.
 
@@ -83,37 +103,40 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
 
     Args:
         simulate: loads, chains of stages that a value passes through, and replicas → seconds of a step.
-        search: also move units between stages by a seeded local search, beyond the orders that are tried.
+        search: also move units between stages by a seeded local search, where there is more than one order.
     """
-    found: list[_Found] = []  # each better than the one before
-    tried, exact = 0, True
-
-    def attempt(name: str, order: Sequence[int]) -> None:
-        nonlocal tried, exact
-        best = found[-1].bottleneck if found else math.inf
-        here, sure = _best_of_order(Space(problem, order), name, best)
-        tried, exact = tried + 1, exact and sure
-        if here is not None and here.bottleneck < best:
-            found.append(here)
-
+    found: list[_Found] = []
+    exact, tried, best = True, 0, math.inf
+    bound = lower_bound(problem)
     for name, order in orders(problem.before, problem.values):
-        attempt(name, order)
-        if problem.fixed_order:
+        attempt, complete = _best_of_order(Space(problem, order), name, best, bound)
+        exact, tried = exact and complete, tried + 1
+        if attempt is not None:
+            found.append(attempt)
+            best = attempt.bottleneck
+        if problem.fixed_order or best <= bound * (1 + 1e-9):
             break
     if not found:
         return None
-    if search and not problem.fixed_order:
-        attempt("local search", improved(problem, found[-1].cut))
-    best = found[-1].bottleneck
+    if tried > 1 and all(len(moves) <= 1 for moves in problem.moves):
+        for attempt in _filled_up(problem, found[-1], bound):
+            found.append(attempt)
+            best = attempt.bottleneck
+    for seed, heat in enumerate(_HEATS if search and tried > 1 else ()):
+        order = improved(problem, found[-1].cut, seed, heat)
+        attempt, _ = _best_of_order(Space(problem, order), "local search", best, bound)
+        if attempt is not None:
+            found.append(attempt)
+            best = attempt.bottleneck
     chosen = found[0]
     if chosen.name != "program order" or best < chosen.bottleneck * WORTH_REORDERING:
-        chosen = found[-1]
+        chosen = found[-1]  # each is better than the one before
     cut = _among_equals(problem, chosen, simulate)
     stages, step = _assess(problem, cut, simulate)
     return Planned(
         cut,
         stages,
-        min(lower_bound(problem), max(s.load for s in stages)),
+        min(bound, max(s.load for s in stages)),
         exact,
         chosen.name,
         tried,
@@ -129,7 +152,7 @@ def roomiest(problem: Problem) -> Cut:
         room = slot.room
         part = 1 / slot.memory if slot.memory != math.inf else 0.0
         load = Weights(
-            work=room.work * part or 1e-30,  # for the windows; it decides nothing
+            work=max(room.work * part, 1e-30),  # for the windows; where memory has no work it decides nothing
             traffic=room.traffic * part,
             parameters=room.parameters * part,
             saved=room.saved * part,
@@ -148,33 +171,55 @@ def roomiest(problem: Problem) -> Cut:
     return replace(cut, slots=tuple(names[slot] for slot in cut.slots))
 
 
-def _best_of_order(space: Space, name: str, best: float) -> tuple[_Found | None, bool]:
-    """The lightest bottleneck of one order, if it is below `best`; and whether that is sure."""
+def _filled_up(problem: Problem, start: _Found, bound: float) -> Iterator[_Found]:
+    """Better cuts, each than the one before, in which parallel branches fill up each other's stages."""
+    both = tuple(range(problem.units)), latest_first(problem.before)
+    best = start.bottleneck
+    kinds = list(itertools.product((0.003, 0.02), (0, 1)))
+    low = [bound] * len(kinds)
+    turns = min(_FILLINGS, _FILLED_UNITS // problem.units)
+    for turn in range(turns if turns >= len(kinds) else 0):
+        spare, sparing = kinds[turn % len(kinds)]
+        aim = (low[turn % len(kinds)] + best) / 2
+        order = filled(problem, start.cut.slots, both, aim, sparing, spare)
+        attempt, _ = _best_of_order(Space(problem, order), "branches filled up", best, bound)
+        if attempt is not None:
+            best = attempt.bottleneck
+            yield attempt
+        else:
+            low[turn % len(kinds)] = aim
+
+
+def _best_of_order(space: Space, name: str, best: float, least: float) -> tuple[_Found | None, bool]:
+    """The lightest bottleneck of one order, if it is below `best`, and whether there is surely none below that.
+
+    Args:
+        least: no order has a lighter one.
+    """
+
+    def result(found: tuple[float, Cut] | None, exact: bool) -> tuple[_Found | None, bool]:
+        return (_Found(name, space, *found) if found is not None and found[0] < best else None), exact
+
     ends = space.problem.ends
     coarse = thinned(space, max(_COARSE, 4 * len(space.problem.moves)))
     everywhere = len(coarse) == len(space.positions)
     found = _lightest_at(space.only(coarse), ends, math.inf if everywhere else best * 1.05)
-    if everywhere:
-        return (_Found(name, space, *found) if found is not None else None), True
+    if everywhere or (found is not None and found[0] <= least * (1 + 1e-9)):
+        return result(found, True)
     bound = min(best, found[0] * (1 + 1e-12) if found is not None else math.inf)
-    if found is not None and found[0] <= lower_bound(space.problem) * (1 + 1e-9):
-        return _Found(name, space, *found), True
     count = len(space.order)
     space.only(range(count + 1))
     pairs = space.pairs(bound) if bound < math.inf else math.inf
-    exact = pairs <= _PAIRS
-    if not exact:
-        share = math.sqrt(_PAIRS / pairs) if pairs < math.inf else 0.0
-        fine = thinned(space, max(int(count * share), len(coarse)))
-        better = _lightest_at(space.only(fine), ends, bound)
-        found = _lighter(found, better)
-        if found is not None:
-            near = {q for s in found[1].starts for q in range(s - _NEAR, s + _NEAR + 1) if 0 <= q <= count}
-            space.only(sorted({*coarse, *near, count}))
-            found = _lighter(found, _lightest_at(space, ends, found[0]))
-    else:
-        found = _lighter(found, _lightest_at(space, ends, bound))
-    return (_Found(name, space, *found) if found is not None else None), exact
+    if pairs <= _PAIRS:
+        return result(_lighter(found, _lightest_at(space, ends, bound)), True)
+    share = math.sqrt(_PAIRS / pairs) if pairs < math.inf else 0.0
+    fine = thinned(space, max(int(count * share), len(coarse)))
+    found = _lighter(found, _lightest_at(space.only(fine), ends, bound))
+    if found is not None:
+        near = {q for s in found[1].starts for q in range(s - _NEAR, s + _NEAR + 1) if 0 <= q <= count}
+        space.only(sorted({*coarse, *near, count}))
+        found = _lighter(found, _lightest_at(space, ends, found[0]))
+    return result(found, False)
 
 
 def _lighter(a: tuple[float, Cut] | None, b: tuple[float, Cut] | None) -> tuple[float, Cut] | None:
@@ -204,8 +249,8 @@ def _among_equals(problem: Problem, chosen: _Found, simulate: Simulate) -> Cut:
         cut = tidiest(space, penalties, limit, problem.ends, walls)
         if cut is not None and cut not in candidates:
             candidates.append(cut)
-    if not candidates:  # rounding at the limit itself
-        return chosen.cut
+    if chosen.cut not in candidates:
+        candidates.append(chosen.cut)
     steps = [_assess(problem, cut, simulate)[1] for cut in candidates]
     shortest = min(steps) * (1 + 1e-3)  # the first ones have the fewest bytes
     return next(c for c, step in zip(candidates, steps, strict=True) if step <= shortest)

@@ -148,9 +148,11 @@ def travels(problem: Problem, cut: Cut) -> list[Travel]:
     found = []
     for value in problem.values:
         home = stage_of[value.units[0]]
-        readers = {stage_of[u] for u in value.units}
-        if len(readers) > 1:
-            found.append((home, tuple(sorted(readers - {home})), value.nbytes))
+        for unit in value.units:
+            if stage_of[unit] != home:
+                readers = {stage_of[u] for u in value.units}
+                found.append((home, tuple(sorted(readers - {home})), value.nbytes))
+                break
     return found
 
 

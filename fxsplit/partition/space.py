@@ -8,8 +8,9 @@ of ``a``. For fixed ``a`` the correction is a step function of ``b`` with a step
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from .problem import Item, Problem, Slot, Weights
 
@@ -36,7 +37,6 @@ class Space:
             where[unit] = position
         kinds = (problem.values, problem.parameters, problem.saved)
         self._items = [_placed(items, where if where != list(range(count)) else None) for items in kinds]
-        self._events = [_events(items, count) for items in self._items]
         self._sums = [_prefix([row[u] for u in order]) for row in problem.work]
         self._crossing = _crossing(self._items[0], count)
         self._first_parameters = _firsts(self._items[1], count)
@@ -78,35 +78,39 @@ class Space:
     def steps(self, *, shared: bool) -> Iterator[list[Step]]:
         """For each index but the last, the steps of the intervals that begin there, in order.
 
+        The list is the same one each time, as it is at that index.
+
         Args:
             shared: whether parameters and what is kept for backward count too.
         """
-        index, wanted = self._index, iter(self.positions)
-        values, parameters, saved = self._items
-        kinds = range(3 if shared else 1)
-        alive: list[dict[int, int]] = [{} for _ in kinds]
-        following = next(wanted)
-        for position in range(len(self.order)):
-            if position == following:
-                found: list[Step] = []
-                for number, after in alive[0].items():
-                    places, nbytes = values[number]
-                    found.append((index[after + 1], nbytes, 0.0, 0.0))
-                    found.append((index[places[-1] + 1], nbytes, 0.0, 0.0))
-                if shared:
-                    for number, after in alive[1].items():
-                        found.append((index[after + 1], 0.0, parameters[number][1], 0.0))
-                    for number, after in alive[2].items():
-                        found.append((index[after + 1], 0.0, 0.0, saved[number][1]))
-                found.sort()
-                yield found
-                following = next(wanted)
-            for kind in kinds:
-                for number, after in self._events[kind][position]:
-                    if after >= 0:
-                        alive[kind][number] = after
-                    else:
-                        del alive[kind][number]
+        index = self._index
+        new: dict[
+            int, list[Step]
+        ] = {}  # by the first index at which they count; they do until the one where they are
+        for places, nbytes in self._items[0]:
+            if len(places) == 2:  # the two steps of most values are in one place
+                start, at = index[places[0] + 1], index[places[1] + 1]
+                if start < at:
+                    new.setdefault(start, []).append((at, 2 * nbytes, 0.0, 0.0))
+                continue
+            for here, after in (*itertools.pairwise(places), (places[0], places[-1])):
+                start, at = index[here + 1], index[after + 1]
+                if start < at:
+                    new.setdefault(start, []).append((at, nbytes, 0.0, 0.0))
+        for kind in (1, 2) if shared else ():
+            for places, nbytes in self._items[kind]:
+                for here, after in itertools.pairwise(places):
+                    start, at = index[here + 1], index[after + 1]
+                    if start < at:
+                        step = (at, 0.0, nbytes, 0.0) if kind == 1 else (at, 0.0, 0.0, nbytes)
+                        new.setdefault(start, []).append(step)
+        found: list[Step] = []
+        for a in range(len(self.positions) - 1):
+            for step in new.get(a, ()):
+                insort(found, step)
+            while found and found[0][0] <= a:
+                del found[0]
+            yield found
 
     def segments(
         self,
@@ -131,48 +135,66 @@ class Space:
         last = len(self.positions) - 1
         shared = any(s.load.parameters or s.load.saved or s.memory != float("inf") for s in problem.slots())
         earliest = self._earliest(bound)
+        kinds = range(1, 4 if shared else 2)
         for a, steps in enumerate(self.steps(shared=shared)):
             wall = next((w for w in walls if w > a), last)
+            wanted = []
             for layer, moves in enumerate(problem.moves):
                 if not rows[layer][a] < ceiling:
                     continue
                 for target, slot in moves:
-                    row = self.row(slot.row, slot.load)
                     first = max(a + 1, earliest[target])
                     stop = min(wall, last) + 1
                     if slot.load.work:
                         work = sums[slot.row]
                         stop = min(stop, bisect_right(work, work[a] + bound / slot.load.work * (1 + 1e-12)))
-                    if first >= stop:
-                        continue
-                    for start, end, constant in self._pieces(a, first, stop, slot, row, steps):
-                        yield a, layer, target, slot, start, end, row, constant
+                    if first < stop:
+                        wanted.append((layer, target, slot, first, stop))
+            if not wanted:
+                continue
+            near = steps[: bisect_left(steps, (max(stop for *_, stop in wanted),))]
+            places = [step[0] for step in near]
+            sums_at = [
+                dict(zip(places, itertools.accumulate(map(itemgetter(k), near)), strict=True)) for k in kinds
+            ]
+            changes = list(sums_at[0])
+            added = [(0.0, *one.values()) for one in sums_at]  # before the first change, and from each one on
+            for layer, target, slot, first, stop in wanted:
+                row = self.row(slot.row, slot.load)
+                for start, end, constant in self._pieces(a, first, stop, slot, row, changes, added):
+                    yield a, layer, target, slot, start, end, row, constant
 
     def _pieces(
-        self, a: int, first: int, stop: int, slot: Slot, row: Sequence[float], steps: Sequence[Step]
+        self,
+        a: int,
+        first: int,
+        stop: int,
+        slot: Slot,
+        row: Sequence[float],
+        changes: Sequence[int],
+        added: Sequence[Sequence[float]],
     ) -> Iterator[tuple[int, int, float]]:
-        """``range(first, stop)`` in pieces with one constant each, without the ends at which memory does not suffice."""
+        """``range(first, stop)`` in pieces with one constant each, without the ends at which memory does not suffice.
+
+        Args:
+            changes: where steps are.
+            added: what they add up to, of traffic and, where they count, of parameters and what is kept for backward.
+        """
         load, room = slot.load, slot.room
         limited = slot.memory != float("inf")
         needs = self.row(slot.row, room) if limited else row
-        cost, need = load.fixed - row[a], room.fixed - needs[a]
-        begin = first
-        for at, traffic, parameters, saved in steps:
-            if at >= stop:
-                break
-            if at > begin:
-                if limited:
-                    yield from _fitting(begin, at, needs, slot.memory - need, cost)
-                else:
-                    yield begin, at, cost
-                begin = at
-            cost += load.traffic * traffic + load.parameters * parameters + load.saved * saved
+        begin, at = first, bisect_right(changes, first)
+        for number, end in enumerate((*changes[at : bisect_left(changes, stop)], stop), at):
+            cost = load.fixed - row[a] + load.traffic * added[0][number]
+            if len(added) > 1:
+                cost += load.parameters * added[1][number] + load.saved * added[2][number]
             if limited:
-                need += room.traffic * traffic + room.parameters * parameters + room.saved * saved
-        if limited:
-            yield from _fitting(begin, stop, needs, slot.memory - need, cost)
-        else:
-            yield begin, stop, cost
+                need = room.traffic * added[0][number] + room.parameters * added[1][number]
+                need += room.fixed - needs[a] + room.saved * added[2][number]
+                yield from _fitting(begin, end, needs, slot.memory - need, cost)
+            else:
+                yield begin, end, cost
+            begin = end
 
     def _earliest(self, bound: float) -> list[int]:
         """Per layer the first index from which the rest can be done within `bound`, by work alone."""
@@ -243,17 +265,6 @@ def _placed(items: Sequence[Item], where: Sequence[int] | None) -> list[tuple[Se
     if where is None:
         return [(item.units, item.nbytes) for item in items if item.nbytes]
     return [(sorted([where[u] for u in item.units]), item.nbytes) for item in items if item.nbytes]
-
-
-def _events(items: Sequence[tuple[Sequence[int], float]], count: int) -> list[list[tuple[int, int]]]:
-    """Per position the items that are needed there and elsewhere, with the next position, or -1 after the last one."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for number, (places, _) in enumerate(items):
-        if len(places) > 1:
-            for here, after in itertools.pairwise(places):
-                found[here].append((number, after))
-            found[places[-1]].append((number, -1))
-    return found
 
 
 def _prefix(values: Sequence[float]) -> list[float]:

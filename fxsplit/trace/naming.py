@@ -6,6 +6,7 @@ import ast
 import functools
 import linecache
 import operator
+from collections.abc import Container
 
 from torch import fx
 
@@ -20,8 +21,12 @@ def with_the_users_names(graph: fx.Graph) -> fx.Graph:
     """
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
+    numbers: set[fx.Node] = set()
     for node in graph.nodes:
-        name = _users_name(node)
+        if _is_number(node, numbers):
+            numbers.add(node)
+        # A number is written when it is first needed, which is in another statement.
+        name = _users_name(node) if node not in numbers else None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         if node.op == "output":
             copy = result.output(args[0])
@@ -36,8 +41,6 @@ def _users_name(node: fx.Node) -> str | None:
     source: Source | None = node.meta.get("source")
     if source is None or source.span is None or node.op not in ("call_function", "call_method"):
         return None
-    if _is_number(node):
-        return None  # it is written when it is first needed, which is in another statement
     if any(user.target is operator.getitem and user.meta.get("source") == source for user in node.users):
         return None  # its parts have the names
     target = _assignments(source.path).get(source.span)
@@ -60,8 +63,8 @@ def _users_name(node: fx.Node) -> str | None:
     return name if name and name.strip("_") and name != "self" else None
 
 
-def _is_number(node: fx.Node) -> bool:
-    """A size, or arithmetic of sizes."""
+def _is_number(node: fx.Node, numbers: Container[fx.Node]) -> bool:
+    """A size, or arithmetic of sizes; `numbers` are those before it."""
     if node.op == "call_method":
         return node.target in ("size", "numel", "stride", "dim")
     if node.target is len:
@@ -70,7 +73,7 @@ def _is_number(node: fx.Node) -> bool:
     return (
         getattr(node.target, "__module__", "") == "_operator"
         and bool(operands)
-        and all(map(_is_number, operands))
+        and all(operand in numbers for operand in operands)
     )
 
 

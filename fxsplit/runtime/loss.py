@@ -1,0 +1,143 @@
+"""The loss inside of a schedule: computed for each micro-batch, weighted so that the sum is that of the whole batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..compat import tree_leaves, tree_map
+from ..errors import ArgumentError
+
+LossFn = Callable[..., torch.Tensor]
+
+# Their mean is over the elements, so over rows of equal size.
+_BY_ROWS: tuple[Any, ...] = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+    *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
+    *(F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss),
+)
+# Their mean is over the targets that count, each with the weight of its class.
+_BY_TARGETS: tuple[Any, ...] = (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss)
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The loss of a batch in parts.
+
+    Attributes:
+        loss_fn: the user's.
+        targets: the target of each micro-batch; empty where there is none.
+        weights: what each part counts.
+    """
+
+    loss_fn: LossFn
+    targets: Sequence[Any]
+    weights: Sequence[float]
+
+    def __call__(self, micro_batch: int, output: Any) -> torch.Tensor:
+        """The part of one micro-batch, weighted.
+
+        Raises:
+            ArgumentError: `loss_fn` did not return a single number.
+        """
+        target = (self.targets[micro_batch],) if self.targets else ()
+        loss = check_loss(self.loss_fn(output, *target))
+        weight = self.weights[micro_batch]
+        return loss if weight == 1.0 else loss * weight
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """The loss, if it is a single number.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ArgumentError(
+            f"loss_fn returned {shown}, not a single number", remedy="return loss.mean() or loss.sum()"
+        )
+    return loss
+
+
+def in_parts(loss_fn: LossFn, target: Any, rows: Sequence[int], reduction: str | None) -> MicroLoss:
+    """The loss in parts whose sum is the loss of the whole batch.
+
+    Args:
+        target: a tensor with a row for each of the batch, or any structure of such; None for none.
+        rows: of each micro-batch.
+        reduction: ``"mean"`` or ``"sum"`` over rows; None to know it from `loss_fn`.
+
+    Raises:
+        ArgumentError: the reduction of `loss_fn` is not known, or the target has no row for each of the batch.
+    """
+    targets = _split(target, rows) if target is not None else []
+    by_rows = [n / sum(rows) for n in rows]
+    if reduction is not None and reduction not in ("mean", "sum"):
+        raise ArgumentError(f"reduction={reduction!r} is not known", remedy='reduction="mean" or "sum"')
+    if reduction is not None:
+        return MicroLoss(loss_fn, targets, by_rows if reduction == "mean" else [1.0] * len(rows))
+    kind, settings = _known(loss_fn)
+    said = settings.get("reduction", "mean")
+    if kind is not None and said == "sum":
+        return MicroLoss(loss_fn, targets, [1.0] * len(rows))
+    if kind in _BY_ROWS and said in ("mean", "batchmean"):
+        return MicroLoss(loss_fn, targets, by_rows)
+    if kind in _BY_TARGETS and said == "mean" and targets:
+        counts = [_counted(part, settings) for part in targets]
+        total = sum(counts)
+        # Without any target that counts the loss is not a number, as it is for the whole batch.
+        return MicroLoss(loss_fn, targets, [c / total for c in counts] if total else by_rows)
+    raise ArgumentError(
+        f"how {getattr(loss_fn, '__name__', type(loss_fn).__name__)} reduces a batch to a number is not known, and this "
+        "schedule computes it for each micro-batch",
+        remedy='step(..., reduction="mean") if it is a mean over rows, "sum" if it is a sum; or Plan(schedule="gpipe"), '
+        "which computes it once for the whole batch",
+    )
+
+
+def _known(loss_fn: LossFn) -> tuple[Any, Mapping[str, Any]]:
+    """The loss of PyTorch that this is, and its settings."""
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        kind, settings = _known(loss_fn.func)
+        return kind, {**settings, **loss_fn.keywords}
+    kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    if kind not in (*_BY_ROWS, *_BY_TARGETS):
+        return None, {}
+    return kind, vars(loss_fn) | dict(loss_fn.named_buffers()) if isinstance(loss_fn, nn.Module) else {}
+
+
+def _counted(target: Any, settings: Mapping[str, Any]) -> float:
+    """How much of a mean these targets are: the sum of their weights, without those that are ignored."""
+    if not isinstance(target, torch.Tensor):
+        raise ArgumentError("the target of a classification loss is not a tensor", remedy="target=labels")
+    if target.is_floating_point():  # probabilities: a mean over all of them, whatever their class
+        return float(target.numel())
+    counted = target[target != settings.get("ignore_index", -100)]
+    weight = settings.get("weight")
+    return float(counted.numel() if weight is None else weight.to(counted.device)[counted].double().sum())
+
+
+def _split(target: Any, rows: Sequence[int]) -> list[Any]:
+    for leaf in tree_leaves(target):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) != sum(rows):
+            raise ArgumentError(
+                f"a target of shape {tuple(leaf.shape)} has no row for each of the {sum(rows)} of the batch",
+                remedy="rows first in the target, and flatten them in loss_fn; what is not about rows: in loss_fn itself",
+            )
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    return [tree_map(_rows_of(end - n, end), target) for n, end in zip(rows, ends, strict=True)]
+
+
+def _rows_of(begin: int, end: int) -> Callable[[Any], Any]:
+    def cut(leaf: Any) -> Any:
+        return leaf[begin:end] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return cut
