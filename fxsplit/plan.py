@@ -20,7 +20,7 @@ from .sizes import nbytes_of
 
 COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
-SCHEDULES = ("gpipe",)
+SCHEDULES = ("gpipe", "1f1b")
 CHECKPOINTS = ("always", "except_last", "never")
 
 
@@ -94,7 +94,8 @@ class Plan:
 
     Args:
         micro_batches: the number of micro-batches that a batch is split into, at most.
-        schedule: ``"gpipe"`` (Huang et al., 2019).
+        schedule: ``"gpipe"`` (Huang et al., 2019), or ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
+            micro-batches in `Pipeline.step`; a call ``pipe(x)`` with its loss outside goes forward with all first.
         checkpoint: what is not kept for backward but computed again: everything, of the micro-batches
             ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes); or, in all of them, the modules
             of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as

@@ -12,7 +12,7 @@ from ..cost.saved import Live, live_bytes, measured_saved
 from ..graph import compute_nodes
 from ..ir import Assignment, Traced
 from ..plan import Plan
-from ..schedules.catalog import gpipe, in_flight
+from ..schedules.catalog import SCHEDULES, in_flight
 from .checkpoints import Runs
 
 
@@ -37,12 +37,18 @@ def with_simulated_memory(
         if plan.checkpoint == "except_last":
             plain = live_bytes(saved, [here], [[]], plan.micro_batches).kept
             live = except_last(live, plain, plan.micro_batches)
-        apart = len(set(assignment.rows[stage])) > 1
-        replicas = [assignment.replicas[stage] if apart else 1]
-        share = max(in_flight(gpipe(1, plan.micro_batches, replicas))) / plan.micro_batches
+        share = kept_share(plan, assignment, stage)
         assert said.state is not None
         found.append(replace(said, memory=said.state + round(live.kept * share) + live.peak - live.kept))
     return replace(assignment, forecast=replace(assignment.forecast, stages=tuple(found)))
+
+
+def kept_share(plan: Plan, assignment: Assignment, stage: int) -> float:
+    """The part of what a batch keeps for backward that one device of a stage has at once, by the schedule."""
+    schedule = SCHEDULES[plan.schedule](len(assignment.stages), plan.micro_batches, assignment.replicas)
+    kept = [n for (s, _), n in zip(schedule.labels, in_flight(schedule), strict=True) if s == stage]
+    apart = len(set(assignment.rows[stage])) > 1
+    return (max(kept) if apart else min(sum(kept), plan.micro_batches)) / plan.micro_batches
 
 
 def except_last(again: Live, plain: int, micro_batches: int) -> Live:

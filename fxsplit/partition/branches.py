@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 from .orders import Order
 from .problem import Problem, Slot

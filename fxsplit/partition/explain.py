@@ -11,7 +11,7 @@ from ..errors import PartitionError
 from ..graph import module_paths
 from ..ir import Traced
 from ..plan import Plan
-from ..schedules.catalog import gpipe
+from ..schedules.catalog import SCHEDULES
 from ..schedules.needs import needs_of
 from ..schedules.simulate import bubble, timeline
 from ..sizes import in_units
@@ -28,7 +28,7 @@ def simulator(plan: Plan) -> Simulate:
     def step(
         loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
     ) -> float:
-        schedule = gpipe(len(loads), m, replicas)
+        schedule = SCHEDULES[plan.schedule](len(loads), m, replicas)
         # A load is divided by its replicas; an action of one of them is not.
         each = [load * r / m / 3 for load, r in zip(loads, replicas, strict=True)]
         needs = needs_of(len(loads), chains)
@@ -58,7 +58,7 @@ def predicted_bubble(
                 readers.setdefault(parameter, []).append(stage_of[node.name])
     gradients = [sorted(set(stages)) for stages in readers.values()]
     chains = [(home, *others) for home, others, _ in moving]
-    schedule = gpipe(len(stages), plan.micro_batches, replicas)
+    schedule = SCHEDULES[plan.schedule](len(stages), plan.micro_batches, replicas)
     loads = [f.load * r for f, r in zip(found, replicas, strict=True)]
     return bubble(schedule, needs_of(len(stages), chains, gradients), loads)
 

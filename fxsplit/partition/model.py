@@ -17,7 +17,7 @@ from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
 from ..ir import TensorSpec, Traced
 from ..plan import Budget, Plan
-from ..schedules.catalog import gpipe, in_flight
+from ..schedules.catalog import SCHEDULES, in_flight
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit
 
@@ -253,7 +253,13 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     load = Weights(1 / r, per_byte / r, 2 * (r - 1) / r * per_byte if apart else 0.0)
     limits = [memory_limit(plan, i, devices) for i in numbers]
     memory = min(limits) if apart else sum(limits)
-    return Slot(rows[slowest % len(rows)], load, _room(plan, r if apart else 1), memory, tuple(numbers))
+    return Slot(
+        rows[slowest % len(rows)],
+        load,
+        _room(plan, r if apart else 1, numbers[0], len(devices)),
+        memory,
+        tuple(numbers),
+    )
 
 
 def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[int]) -> Slot:
@@ -263,7 +269,7 @@ def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[
     load = Weights(work=1 / counts[stage], traffic=_seconds_per_byte(plan, stage) / counts[stage])
     workers = tuple(range(first, first + counts[stage]))
     limit = memory_limit(plan, stage, devices)
-    return Slot(rows[stage % len(rows)], load, _room(plan, 1), limit, workers)
+    return Slot(rows[stage % len(rows)], load, _room(plan, 1, stage, len(devices)), limit, workers)
 
 
 def _seconds_per_byte(plan: Plan, number: int) -> float:
@@ -295,13 +301,19 @@ def memory_limit(plan: Plan, number: int, devices: Sequence[str]) -> float:
     return int(memory) / together
 
 
-def _room(plan: Plan, replicas: int) -> Weights:
+def _room(plan: Plan, replicas: int, stage: int, stages: int) -> Weights:
     """What a stage needs: parameters with their copies, and what is kept for the micro-batches in flight.
 
     Of what a batch like the example keeps, it is the part of the micro-batches in flight.
+
+    Args:
+        replicas: on devices of their own.
+        stage, stages: where the stage stands; a lower number of an earlier one is on the safe side.
     """
     m = plan.micro_batches
-    share = max(in_flight(gpipe(1, m, [replicas]))) / m  # of GPipe every stage keeps as much
+    schedule = SCHEDULES[plan.schedule](stages, m, [replicas] * stages)
+    kept = [n for (s, _), n in zip(schedule.labels, in_flight(schedule), strict=True) if s == stage]
+    share = max(kept) / m
     copies = float(parameter_copies(plan.optimizer_states))
     if plan.optimizer_states is None:
         return Weights(parameters=copies, traffic=1 / m)

@@ -11,6 +11,7 @@ from ..batch import BatchDims
 from ..compat import backward_keeps_graph
 from ..errors import GradientError
 from .execute import Call
+from .loss import MicroLoss
 from .microbatch import Merge
 
 
@@ -101,6 +102,15 @@ class Runner:
                     row[str(name)] = piece
         self.spent = not keep_graph
         call.backward(rows, keep_graph=keep_graph)
+        return self._gradients()
+
+    def step(self, loss_of: MicroLoss) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Play the whole schedule: the loss of each micro-batch, and the gradients of inputs and parameters."""
+        losses = self.call.step(loss_of)
+        return losses, self._gradients()
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        call, program = self.call, self.call.program
         inputs = [self._input_gradient(i, name) for i, name in enumerate(program.inputs)]
         gradients = [*inputs, *(call.parameter_gradient(fqn) for fqn in call.parameters)]
         call.release()

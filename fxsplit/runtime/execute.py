@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
+from ..compat import TreeSpec, parameter_hooks_silenced, tree_leaves, tree_map, tree_unflatten
 from ..ir import Program, Stage
 from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
 from ..schedules.actions import Action, Kind, Needs, Schedule
 from ..schedules.needs import dependencies, parameter_chains
+from .loss import MicroLoss
 from .rng import draw_base_seed, seeded, stage_seed
 from .worker import Context, play, play_serially
 
@@ -39,6 +40,7 @@ class Call:
         grad: whether a backward may follow.
         checkpoint: which micro-batches are recomputed.
         serial: play everything in the calling thread (the oracle of the tests).
+        out_spec: the structure of the outputs.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Call:
         checkpoint: Any,
         context: Context,
         serial: bool,
+        out_spec: TreeSpec,
     ) -> None:
         self.program, self.schedule, self.chunks, self.parameters = program, schedule, chunks, parameters
         self.grad, self.checkpoint, self.context = grad, checkpoint, context
@@ -70,7 +73,15 @@ class Call:
         self.chains = parameter_chains(program)
         self.sums: dict[str, OrderedSum] = {}
         self.keep_graph = False
+        self.out_spec = out_spec
+        self.loss: MicroLoss | None = None
+        self.losses: dict[int, torch.Tensor] = {}
         self.lock = threading.Lock()
+        self.turns = {
+            s.index: threading.Lock()
+            for s in program.stages
+            if (s.writes or s.stateful) and checkpoint != "never"
+        }
         for i, chunk in enumerate(chunks):
             for name, value in zip(program.inputs, chunk, strict=True):
                 self._publish(name, i, value)
@@ -103,6 +114,39 @@ class Call:
         if not keep_graph:
             self.records.clear()
 
+    def step(self, loss: MicroLoss) -> list[torch.Tensor]:
+        """Play the whole schedule, the loss of a micro-batch before the backward of its last stage.
+
+        Afterwards `input_gradient` and `parameter_gradient` have the results.
+
+        Returns:
+            The weighted loss of each micro-batch, detached.
+        """
+        self.loss = loss
+        self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
+        with parameter_hooks_silenced(list(self.parameters.values())):
+            self._play_lists(self.schedule.workers, self.step_needs())
+        return [self.losses[i] for i in range(len(self.chunks))]
+
+    def step_needs(self) -> Needs:
+        """What has to be done before an action of a whole step: the loss needs all outputs, their gradients the loss."""
+        stages = self.program.stages
+        base = dependencies(
+            self.program, in_turn=frozenset(s.index for s in stages if s.writes or s.stateful)
+        )
+        makers = sorted({self.made_by[v] for v in self.results} - {-1})
+        last = stages[-1].index
+
+        def needs(action: Action) -> list[Action]:
+            before = list(base(action))
+            if action.kind == "B" and action.stage == last:
+                before += [Action("F", s, action.micro_batch) for s in makers if s != last]
+            elif action.kind == "B":
+                before.append(Action("B", last, action.micro_batch))
+            return before
+
+        return needs
+
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
         """The gradient of one graph input of one micro-batch."""
         found = self.gradients.get((name, micro_batch))
@@ -118,12 +162,42 @@ class Call:
 
     def _play(self, kind: Kind, in_turn: frozenset[int]) -> None:
         needs: Needs = dependencies(self.program, in_turn=in_turn)
-        workers, act = self.schedule.half(kind), self._forward if kind == "F" else self._backward
+        self._play_lists(self.schedule.half(kind), needs)
+
+    def _play_lists(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
         if self.serial:
-            play_serially(workers, needs, act)
+            play_serially(workers, needs, self._act)
         else:
             names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-            play(workers, needs, act, self.context, names)
+            play(workers, needs, self._act, self.context, names)
+
+    def _act(self, action: Action) -> None:
+        """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
+        with self.turns.get(action.stage, contextlib.nullcontext()):
+            if action.kind == "F":
+                self._forward(action)
+            else:
+                if self.loss is not None and action.stage == self.program.stages[-1].index:
+                    self._loss(action)
+                self._backward(action)
+
+    def _loss(self, action: Action) -> None:
+        """The loss of one micro-batch, and the gradients of the outputs."""
+        assert self.loss is not None
+        i = action.micro_batch
+        with self._errors_say_where(action), torch.enable_grad():
+            taken = {v: self._take(v, i) for v in sorted(self.results)}
+            flat = [taken[v] if isinstance(v, str) else v[0] for v in self.program.outputs]
+            part = self.loss(i, tree_unflatten(flat, self.out_spec))
+            leaves = {v: tree_leaves(value) for v, value in taken.items()}
+            wanted = [leaf for row in leaves.values() for leaf in row if _has_grad(leaf)]
+            for leaf in wanted:
+                leaf.grad = None
+            if part.requires_grad:
+                torch.autograd.backward(part)  # parameters of the loss itself get theirs here
+            for v, row in leaves.items():
+                self.gradients[v, i] = [leaf.grad if _has_grad(leaf) else None for leaf in row]
+            self.losses[i] = part.detach()
 
     # -- actions -----------------------------------------------------------------------------------------------
 

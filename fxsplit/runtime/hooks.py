@@ -8,6 +8,17 @@ from typing import Any
 from torch import nn
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Whether the model itself has hooks of its forward or backward."""
+    tables = (
+        model._forward_pre_hooks,
+        model._forward_hooks,
+        model._backward_pre_hooks,
+        model._backward_hooks,
+    )
+    return any(tables)
+
+
 def call_with_hooks(
     model: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -15,13 +26,7 @@ def call_with_hooks(
 
     Hooks of inner modules are not the matter here: such modules stay whole and run their own.
     """
-    tables = (
-        model._forward_pre_hooks,
-        model._forward_hooks,
-        model._backward_pre_hooks,
-        model._backward_hooks,
-    )
-    if not any(tables):
+    if not has_hooks(model):
         return forward(*args, **kwargs)
     stand_in = nn.Module()
     stand_in.__dict__["forward"] = forward

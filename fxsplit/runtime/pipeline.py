@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -26,13 +27,14 @@ from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
 from ..schedules.actions import Schedule
-from ..schedules.catalog import gpipe
+from ..schedules.catalog import SCHEDULES
 from ..schedules.needs import dependencies
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction, Runner
 from .execute import Call
-from .hooks import call_with_hooks
+from .hooks import call_with_hooks, has_hooks
+from .loss import MicroLoss, check_loss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
 from .worker import thread_state
@@ -112,6 +114,13 @@ class Pipeline(nn.Module):
         return self.other_mode
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, chunks, rows = self._split(args, kwargs)
+        return tree_unflatten(self._run(inputs, chunks, rows), self.traced.out_spec)
+
+    def _split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
+        """The flat inputs, those of each micro-batch, and its rows."""
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -120,7 +129,7 @@ class Pipeline(nn.Module):
                 f"the pipeline is in {now} mode, but its example could be run in {then} mode only when it was compiled",
                 remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
             )
-        return tree_unflatten(self._run(inputs, chunks, rows), self.traced.out_spec)
+        return inputs, chunks, rows
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
@@ -133,16 +142,7 @@ class Pipeline(nn.Module):
             self._use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
-            call = Call(
-                self.program,
-                self.schedule_for(len(rows)),
-                chunks,
-                parameters,
-                grad=grad,
-                checkpoint=self.plan.checkpoint,
-                context=thread_state(),
-                serial=self._serial,
-            )
+            call = self._call(chunks, parameters, grad=grad)
             runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             if grad:
                 tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
@@ -157,34 +157,80 @@ class Pipeline(nn.Module):
             for v, r in zip(self.program.outputs, runner.results, strict=True)
         ]
 
+    def _call(
+        self, chunks: list[list[torch.Tensor]], parameters: dict[str, nn.Parameter], *, grad: bool
+    ) -> Call:
+        return Call(
+            self.program,
+            self.schedule_for(len(chunks)),
+            chunks,
+            parameters,
+            grad=grad,
+            checkpoint=self.plan.checkpoint,
+            context=thread_state(),
+            serial=self._serial,
+            out_spec=self.traced.out_spec,
+        )
+
     def step(
-        self, *args: Any, loss_fn: Callable[..., torch.Tensor], target: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
+        reduction: str | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Forward, loss and backward of one batch; gradients are added to ``.grad``.
 
-        The loss is that of the whole batch: `loss_fn` sees the merged output once, so every reduction is right.
+        The loss is that of the whole batch. Under GPipe `loss_fn` sees the merged output once, so every reduction is
+        right. Schedules that go backward before all forwards are done compute it for each micro-batch, and weigh it:
+        they know the reductions of PyTorch's losses, with `ignore_index` and weights of classes, and have to be told
+        that of any other.
 
         Args:
             args, kwargs: the model's.
             loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where `target` is None.
-            target: a tensor or any structure of them.
+            target: a tensor or any structure of them, with a row for each of the batch.
+            reduction: ``"mean"`` or ``"sum"`` over rows, of a `loss_fn` that is none of PyTorch's.
 
         Returns:
             The loss, detached; 0-dim.
+
+        Raises:
+            ArgumentError: the loss is not a single number, or its reduction is not known.
+            ArgumentError, BatchError: as a call.
         """
         with torch.enable_grad():
+            if self.plan.schedule != "gpipe" and not has_hooks(self.model):
+                inputs, chunks, rows = self.active._split(args, kwargs)
+                if len(rows) > 1:
+                    loss_of = in_parts(loss_fn, target, rows, reduction)
+                    return self.active._step_inside(inputs, chunks, rows, loss_of)
             output = self(*args, **kwargs)
             loss = loss_fn(output) if target is None else loss_fn(output, target)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                shown = (
-                    f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                )
-                raise ArgumentError(
-                    f"loss_fn returned {shown}, not a single number",
-                    remedy="return loss.mean() or loss.sum()",
-                )
-            torch.autograd.backward(loss)
+            torch.autograd.backward(check_loss(loss))
         return loss.detach()
+
+    def _step_inside(
+        self,
+        inputs: list[torch.Tensor],
+        chunks: list[list[torch.Tensor]],
+        rows: list[int],
+        loss_of: MicroLoss,
+    ) -> torch.Tensor:
+        with self._lock:
+            self._use_current_modules()
+            parameters = self._trainable()
+            call = self._call(chunks, parameters, grad=True)
+            runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            losses, gradients = runner.step(loss_of)
+        # Autograd adds them to .grad, and runs the hooks of parameters.
+        pairs = [
+            (t, g) for t, g in zip((*inputs, *parameters.values()), gradients, strict=True) if g is not None
+        ]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return sum(losses[1:], losses[0])
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
@@ -195,7 +241,8 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         if micro_batches not in self._schedules:
-            schedule = gpipe(len(self.stages), micro_batches, self.assignment.replicas)
+            make = SCHEDULES[self.plan.schedule]
+            schedule = make(len(self.stages), micro_batches, self.assignment.replicas)
             check_schedule(
                 schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
             )
@@ -481,9 +528,19 @@ class _Guarded(Runner):
         self._written = [resolve(model, name) for stage in program.stages for name in stage.writes]
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        with self._buffers_as_before():
+            return super().forward()
+
+    def step(self, loss_of: MicroLoss) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        with self._buffers_as_before():
+            return super().step(loss_of)
+
+    @contextlib.contextmanager
+    def _buffers_as_before(self) -> Iterator[None]:
+        """After an error, buffers have the contents that they had before."""
         before = [buffer.detach().clone() for buffer in self._written]
         try:
-            return super().forward()
+            yield
         except BaseException:
             for buffer, value in zip(self._written, before, strict=True):
                 buffer.data.copy_(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .actions import Action, Schedule
 
@@ -138,6 +138,13 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
             kept[r] += {"F": 1, "I": 0, "W": -1}[action.kind]
         now += 1
     return Schedule("interleaved_zero_bubble", tuple(map(tuple, rows)), tuple((r, 0) for r in range(workers)))
+
+
+# name → stages, micro-batches, replicas of each stage → schedule
+SCHEDULES: Mapping[str, Callable[[int, int, Sequence[int] | None], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
