@@ -47,10 +47,18 @@ class MicroLoss:
         Raises:
             ArgumentError: `loss_fn` did not return a single number.
         """
+        weight = self.weights[micro_batch]
+        if weight == 0.0:  # a mean over no target is not a number, and no part of the whole
+            return torch.zeros(
+                (), device=next((t.device for t in tree_leaves(output) if _is_tensor(t)), None)
+            )
         target = (self.targets[micro_batch],) if self.targets else ()
         loss = check_loss(self.loss_fn(output, *target))
-        weight = self.weights[micro_batch]
         return loss if weight == 1.0 else loss * weight
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def check_loss(loss: Any) -> torch.Tensor:
@@ -127,7 +135,7 @@ def _counted(target: Any, settings: Mapping[str, Any]) -> float:
 
 def _split(target: Any, rows: Sequence[int]) -> list[Any]:
     for leaf in tree_leaves(target):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) != sum(rows):
+        if _is_tensor(leaf) and leaf.dim() and leaf.size(0) != sum(rows):
             raise ArgumentError(
                 f"a target of shape {tuple(leaf.shape)} has no row for each of the {sum(rows)} of the batch",
                 remedy="rows first in the target, and flatten them in loss_fn; what is not about rows: in loss_fn itself",
@@ -138,6 +146,6 @@ def _split(target: Any, rows: Sequence[int]) -> list[Any]:
 
 def _rows_of(begin: int, end: int) -> Callable[[Any], Any]:
     def cut(leaf: Any) -> Any:
-        return leaf[begin:end] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        return leaf[begin:end] if _is_tensor(leaf) and leaf.dim() else leaf
 
     return cut

@@ -1,0 +1,288 @@
+"""`pipe.step` with the loss inside of the schedule: the loss and gradients of the whole batch, with less kept."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxsplit
+from fxsplit.errors import ArgumentError
+from fxsplit.runtime.execute import Call
+from fxsplit.runtime.microbatch import sizes
+from tests.models import build
+from tests.strategies import batches, modules, weighed_plans
+from tests.test_runtime import Faulty
+
+ROWS, CLASSES = 9, 5
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def made(model, **fields):
+    plan = fxsplit.Plan(stages=3, schedule="1f1b", **{"micro_batches": 4, **fields})
+    return fxsplit.compile(model, plan, example_args=(torch.randn(ROWS, 6, dtype=torch.float64),))
+
+
+@pytest.fixture
+def classifier():
+    torch.manual_seed(0)
+    return Classifier().double()
+
+
+def labels(ignored=()):
+    target = torch.arange(ROWS) % CLASSES
+    target[list(ignored)] = -100
+    return target
+
+
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1], dtype=torch.float64)
+DENSE = torch.rand(ROWS, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+LOSSES = {
+    "cross entropy": (nn.CrossEntropyLoss(), labels()),
+    "function": (F.cross_entropy, labels()),
+    "ignored": (nn.CrossEntropyLoss(), labels([0, 3, 4])),
+    "ignored, a whole micro-batch": (F.cross_entropy, labels([3, 4])),
+    "another index is ignored": (functools.partial(F.cross_entropy, ignore_index=2), labels()),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), labels()),
+    "class weights, ignored": (nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1), labels([8])),
+    "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), labels([1])),
+    "weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), labels([1])),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), labels([1])),
+    "probabilities": (nn.CrossEntropyLoss(), DENSE.softmax(1)),
+    "nll": (nn.NLLLoss(weight=WEIGHT), labels()),
+    "mse": (nn.MSELoss(), DENSE),
+    "mse, summed": (functools.partial(F.mse_loss, reduction="sum"), DENSE),
+    "l1": (F.l1_loss, DENSE),
+    "huber": (nn.HuberLoss(), DENSE),
+    "bce": (nn.BCEWithLogitsLoss(), DENSE),
+    "kl": (nn.KLDivLoss(reduction="batchmean"), DENSE),
+    "kl, by elements": (nn.KLDivLoss(), DENSE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")
+@pytest.mark.parametrize("replicas", [1, [2, 1, 3]])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_that_of_the_whole_batch(classifier, name, replicas):
+    """Nine rows over four micro-batches: 3, 2, 2, 2."""
+    loss_fn, target = LOSSES[name]
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    eager = copy.deepcopy(classifier)
+    loss = loss_fn(eager(x), target)
+    loss.backward()
+    pipe = made(classifier, replicas=replicas)
+    torch.testing.assert_close(
+        pipe.step(x, target=target, loss_fn=loss_fn), loss.detach(), rtol=1e-12, atol=1e-12
+    )
+    for a, b in zip(classifier.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_without_any_target_the_loss_is_no_number(classifier):
+    pipe = made(classifier)
+    loss = pipe.step(
+        torch.randn(ROWS, 6, dtype=torch.float64), target=labels(range(ROWS)), loss_fn=F.cross_entropy
+    )
+    assert loss.isnan()
+
+
+def test_a_loss_that_is_not_known_has_to_be_told(classifier):
+    x, target = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, CLASSES, dtype=torch.float64)
+
+    def robust(y, t):
+        return (y - t).abs().sqrt().mean()
+
+    pipe = made(classifier)
+    with pytest.raises(ArgumentError, match='how robust reduces (?s:.*)reduction="mean"'):
+        pipe.step(x, target=target, loss_fn=robust)
+    assert all(p.grad is None for p in classifier.parameters())
+    loss = pipe.step(x, target=target, loss_fn=robust, reduction="mean")
+    torch.testing.assert_close(loss, robust(classifier(x), target).detach(), rtol=1e-12, atol=1e-12)
+    loss = pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction="sum")
+    torch.testing.assert_close(loss, classifier(x).square().sum().detach(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ArgumentError, match="reduction='max'"):
+        pipe.step(x, target=target, loss_fn=robust, reduction="max")
+    with pytest.raises(ArgumentError, match="no row for each of the 9"):
+        pipe.step(x, target=target.flatten(), loss_fn=F.mse_loss)
+    with pytest.raises(ArgumentError, match="not a single number"):
+        pipe.step(x, target=target, loss_fn=functools.partial(F.mse_loss, reduction="none"), reduction="mean")
+
+
+def _eager_step(model, args, rows, loss_fn):
+    """Micro-batch after micro-batch, as an accumulating loop would do it."""
+    total = 0
+    start = 0
+    for n in rows:
+        loss = loss_fn(model(*(a[start : start + n] for a in args))) * (n / sum(rows))
+        if loss.requires_grad:
+            loss.backward()
+        total, start = total + loss.detach(), start + n
+    return total
+
+
+def of_all(output):
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return sum(leaf.square().mean() for leaf in leaves if leaf.is_floating_point())
+
+
+@settings(max_examples=150)
+@given(modules(), weighed_plans(), st.integers(1, 2), st.data())
+def test_a_step_is_bit_equal_to_accumulation(model, plan, inputs, data):
+    assume(not any(name == "view_add_" for name, _, _ in model.recipe))
+    plan = plan.replace(schedule="1f1b")
+    args = tuple(x.detach() for x in data.draw(batches(inputs, least=2 * plan.micro_batches)))
+    eager = copy.deepcopy(model)
+    rows = sizes(len(args[0]), plan.micro_batches)
+    try:
+        expected = _eager_step(eager, args, rows, of_all)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*mixes rows of the batch")
+            pipe = fxsplit.compile(model, plan, example_args=args)
+    except (RuntimeError, fxsplit.errors.FxsplitError):
+        assume(False)
+    loss = pipe.step(*args, loss_fn=of_all, reduction="mean")
+    torch.testing.assert_close(loss, expected)
+    for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(model.named_buffers(), eager.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "two_tower"])
+def test_real_models(name, checkpoint):
+    model, batch = build(name)
+    eager = copy.deepcopy(model)
+    args = batch(8)
+    pipe = fxsplit.compile(
+        model,
+        fxsplit.Plan(stages=3, micro_batches=4, schedule="1f1b", checkpoint=checkpoint),
+        example_args=args,
+    )
+    twin = fxsplit.compile(eager, fxsplit.Plan(stages=3, micro_batches=4), example_args=args)
+    loss = pipe.step(*args, loss_fn=of_all, reduction="mean")
+    torch.testing.assert_close(loss, twin.step(*args, loss_fn=of_all), rtol=1e-4, atol=1e-5)
+    for (fqn, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=fqn)
+    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_stage_s_keeps_at_most_p_minus_s_micro_batches(classifier, monkeypatch):
+    most = dict.fromkeys(range(3), 0)
+    forward = Call._forward
+
+    def counting(self, action):
+        forward(self, action)
+        now = sum(stage == action.stage for stage, _ in list(self.records))
+        most[action.stage] = max(most[action.stage], now)
+
+    monkeypatch.setattr(Call, "_forward", counting)
+    pipe = made(classifier, micro_batches=8)
+    pipe.step(torch.randn(16, 6, dtype=torch.float64), loss_fn=of_all, reduction="mean")
+    assert most == {0: 3, 1: 2, 2: 1}
+
+
+def test_the_forecast_knows_what_1f1b_keeps():
+    model, batch = build("gpt")
+    plan = fxsplit.Plan(stages=3, micro_batches=8, cost="memory", optimizer_states=0)
+    args = batch(8)
+    kept = {}
+    for schedule in ("gpipe", "1f1b"):
+        found = fxsplit.preview(model, plan.replace(schedule=schedule), example_args=args).assignment
+        kept[schedule] = [s.memory - s.state for s in found.forecast.stages]
+    for s in range(3):
+        assert kept["1f1b"][s] == pytest.approx(kept["gpipe"][s] * (3 - s) / 8, rel=1e-3)
+
+
+def test_gradients_accumulate_hooks_run_once_and_frozen_parameters_stay(classifier):
+    classifier.a.bias.requires_grad_(False)
+    seen = []
+    classifier.b.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    pipe = made(classifier)
+    x = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=True)
+    pipe.step(x, target=labels(), loss_fn=F.cross_entropy)
+    first = classifier.b.weight.grad.clone()
+    pipe.step(x, target=labels(), loss_fn=F.cross_entropy)
+    assert classifier.a.bias.grad is None and len(seen) == 2
+    torch.testing.assert_close(classifier.b.weight.grad, 2 * first)
+    eager = copy.deepcopy(classifier)
+    y = x.detach().clone().requires_grad_()
+    F.cross_entropy(eager(y), labels()).backward()
+    torch.testing.assert_close(x.grad, 2 * y.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_of_the_loss_get_gradients(classifier):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, y, t):
+            return self.scale * (y - t).square().mean()
+
+    x, target, loss = torch.randn(ROWS, 6, dtype=torch.float64), DENSE, Scaled()
+    made(classifier).step(x, target=target, loss_fn=loss, reduction="mean")
+    torch.testing.assert_close(loss.scale.grad, (classifier(x) - target).square().mean().detach())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("micro_batch", [0, 1, 3])
+def test_a_failure_leaves_nothing_behind(stage, micro_batch, backward):
+    torch.manual_seed(0)
+    model = Faulty()
+    plan = fxsplit.Plan(cut=["blocks.1", "blocks.2"], micro_batches=4, schedule="1f1b")
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    before = copy.deepcopy(model.state_dict())
+    error = ValueError("injected")
+    model.arm(stage, micro_batch + 1, error, backward)
+    with pytest.raises(ValueError, match="injected") as caught:
+        pipe.step(x, loss_fn=of_all, reduction="mean")
+    assert caught.value is error
+    what = "backward" if backward else "forward"
+    assert any(
+        f"in the {what} of stage {stage}" in n and f"micro-batch {micro_batch} of 4" in n
+        for n in error.__notes__
+    )
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model.disarm()
+    twin = copy.deepcopy(model)
+    pipe.step(x, loss_fn=of_all, reduction="mean")
+    _eager_step(twin, (x,), [2, 2, 2, 2], of_all)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_loss_that_fails_says_so(classifier):
+    def broken(y):
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        made(classifier).step(torch.randn(ROWS, 6, dtype=torch.float64), loss_fn=broken, reduction="sum")
+    assert any("backward of stage 2" in note for note in caught.value.__notes__)
+
+
+def test_one_micro_batch_and_hooks_of_the_model_itself_take_the_loss_outside(classifier):
+    x = torch.randn(1, 6, dtype=torch.float64)
+    loss = made(classifier).step(x, loss_fn=lambda y: y.exp().prod())
+    torch.testing.assert_close(loss, classifier(x).exp().prod().detach())
+    classifier.register_forward_hook(lambda m, a, y: y * 2)
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    torch.testing.assert_close(made(classifier).step(x, loss_fn=of_all), of_all(classifier(x)).detach())
