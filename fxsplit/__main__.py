@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _plan(options)
         else:
             _demo(options)
-    except FxsplitError as error:
+    except (FxsplitError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -97,11 +98,11 @@ def _plan(options: argparse.Namespace) -> None:
     """Make the model, plan, print."""
     hardware = _hardware(options)
     plan = Plan(
-        stages=None if options.auto_replicas else options.stages,
+        stages=None if options.auto_replicas and options.stages > 0 else options.stages,
         cost=options.cost,
         hardware=hardware[0] if len(hardware) == 1 else hardware or None,
         # Numbered, so that each has a memory of its own; they need not be there.
-        devices=[f"cuda:{i}" for i in range(options.stages)],
+        devices=[f"cuda:{i}" for i in range(options.stages)] if options.stages > 0 else None,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         checkpoint=options.checkpoint,
@@ -110,6 +111,10 @@ def _plan(options: argparse.Namespace) -> None:
         effort=options.effort,
     )
     factory = _named(options.model)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ArgumentError(f"{options.model}: {error}", remedy="a function without arguments") from None
     with torch.device("meta") if options.meta else contextlib.nullcontext():
         made = factory()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):

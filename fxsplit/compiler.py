@@ -113,8 +113,7 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     merges = _merges(model, traced, plan, dims, inputs)
     other = None
     if traced.other_mode is not None:
-        alike = _placed_alike(plan, traced.other_mode, assignment, program)
-        other = _pipeline(model, traced.other_mode, alike, inputs)
+        other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs)
     example = [_ordinary(x) for x in inputs]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
 
@@ -123,6 +122,8 @@ def _assign(
     model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]
 ) -> tuple[Traced, Assignment, list[Runs]]:
     """Partition, and choose what is recomputed; again with less room where the simulated memory is over a limit."""
+    rows = BatchDims.of_example(traced.signature, inputs, plan.batch_dims).batch_size(inputs) or 1
+    plan = plan.replace(micro_batches=min(plan.micro_batches, max(rows, 1)))  # no more of them than rows
     for room in (1.0, 0.97, 0.9, 0.8):
         ordered, assignment = partition_with_homes(model, traced, plan, inputs, room)
         runs = chosen_runs(model, ordered, assignment, plan, inputs)
@@ -194,27 +195,58 @@ class Preview:
         return self.text
 
 
-def _placed_alike(plan: Plan, other: Traced, assignment: Assignment, program: Program) -> Plan:
-    """The plan for the other mode: where there are several devices, every module stays on the one that it has."""
+def _other_pipeline(
+    model: nn.Module,
+    other: Traced,
+    plan: Plan,
+    assignment: Assignment,
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+) -> Pipeline:
+    """The pipeline of the other mode: every module stays where it is. It may have other stages, and lacks some modules."""
+    chosen = plan.checkpoint
+    if isinstance(chosen, tuple):  # some may run in one mode only
+        plan = plan.replace(checkpoint=lambda path, _: path in chosen)
     if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
-        return plan
-    whole = [str(n.target) for n in other.graph.nodes if n.op == "call_module"]
-    placed: dict[str, str] = {}
-    for stage in program.stages:
-        for name in stage.parameters:
-            owner = name.rpartition(".")[0]
-            owner = next((path for path in whole if is_within(owner, path)), owner)
-            placed.setdefault(owner, str(stage.device))
-    placed.setdefault("", str(assignment.devices[-1]))
+        try:
+            return _pipeline(model, other, plan, inputs)
+        except PartitionError:  # fewer units, or no such path
+            plan = _without_lists(plan, device_map={"": str(assignment.devices[0])})
+            return _pipeline(model, other, plan, inputs)
+    placed = _placed_alike(other, assignment, program)
+    try:
+        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs)
+    except PartitionError:  # an operation has no neighbour that says where it runs
+        placed.setdefault("", str(assignment.devices[-1]))
+        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs)
+
+
+def _without_lists(plan: Plan, device_map: Mapping[str, str]) -> Plan:
+    """The plan with a device map, and without what counts the stages of the other cut or names its nodes."""
     return plan.replace(
         stages=None,
         balance=None,
         cut=None,
         devices=None,
-        device_map=placed,
+        device_map=device_map,
         max_memory=None,
         no_split_module_classes=None,
+        hardware=None,
+        cost="params",
+        replicas=plan.replicas if isinstance(plan.replicas, int) else 1,
     )
+
+
+def _placed_alike(other: Traced, assignment: Assignment, program: Program) -> dict[str, str]:
+    """Where the modules that have parameters are. Operations follow what they compute with."""
+    whole = [str(n.target) for n in other.graph.nodes if n.op == "call_module"]
+    placed: dict[str, str] = {}
+    for stage in program.stages:
+        for name in stage.parameters:
+            owner = name.rpartition(".")[0] or name
+            owner = next((path for path in whole if is_within(owner, path)), owner)
+            placed.setdefault(owner, str(stage.device))
+    return placed
 
 
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:

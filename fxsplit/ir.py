@@ -81,6 +81,7 @@ class NodeFacts:
         buffers: FQNs of the buffers that it writes.
         stateful: whether it changes parameters, or attributes of its module that are not tensors.
         returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
+        alias: the same if it does so in one of the modes, as dropout does.
         random: whether it draws from the random number generator.
     """
 
@@ -95,6 +96,7 @@ class NodeFacts:
     buffers: tuple[str, ...] = ()
     stateful: bool = False
     returns: str | None = None
+    alias: str | None = None
     random: bool = False
 
     @property

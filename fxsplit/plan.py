@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -238,10 +237,10 @@ class Plan:
         elif isinstance(value, Mapping):
             for name, seconds in value.items():
                 number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-                if not isinstance(name, str) or not number or not 0 <= seconds < math.inf:
+                if not isinstance(name, str) or not number or not 0 <= seconds < 1e15:
                     raise PlanError(
                         f"cost[{name!r}]={seconds!r} is not a node's name and its seconds",
-                        remedy="cost=pipe.assignment.costs",
+                        remedy="cost=pipe.assignment.costs, of a pipeline that was planned in seconds",
                     )
             self._set("cost", dict(value))
         elif not callable(value):

@@ -29,7 +29,7 @@ MAPS = {
 def stages_of(name, plan):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
-    traced, assignment = partition_with_homes(model, traced, plan, batch(4))
+    traced, assignment = partition_with_homes(model, traced, plan, traced.signature.flatten(batch(4), {}))
     program = generate(model, traced, assignment)
     verify_structure(model, traced, program)
     return model, batch, traced, program

@@ -57,7 +57,7 @@ LOSSES = {
     "ignored, a whole micro-batch": (F.cross_entropy, labels([3, 4])),
     "another index is ignored": (functools.partial(F.cross_entropy, ignore_index=2), labels()),
     "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), labels()),
-    "class weights, ignored": (nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1), labels([8])),
+    "class weights, ignored": (nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1), labels()),
     "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), labels([1])),
     "weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), labels([1])),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), labels([1])),
@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_known_has_to_be_told(classifier):
         return (y - t).abs().sqrt().mean()
 
     pipe = made(classifier)
-    with pytest.raises(ArgumentError, match='how robust reduces (?s:.*)reduction="mean"'):
+    with pytest.raises(ArgumentError, match=r'how robust reduces (?s:.*)reduction="mean"'):
         pipe.step(x, target=target, loss_fn=robust)
     assert all(p.grad is None for p in classifier.parameters())
     loss = pipe.step(x, target=target, loss_fn=robust, reduction="mean")
@@ -153,6 +153,7 @@ def test_a_step_is_bit_equal_to_accumulation(model, plan, inputs, data):
             pipe = fxsplit.compile(model, plan, example_args=args)
     except (RuntimeError, fxsplit.errors.FxsplitError):
         assume(False)
+    assume(any(p.grad is not None for p in eager.parameters()))
     loss = pipe.step(*args, loss_fn=of_all, reduction="mean")
     torch.testing.assert_close(loss, expected)
     for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):

@@ -33,13 +33,12 @@ class FusedAttention(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if (
-            func is not F.scaled_dot_product_attention
-            or not all(t.is_meta for t in args[:3])
-            or len(args) < 3
-        ):
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **given)
-        query, key, value = args[:3]
+        query, key, value = [*args, *(given[n] for n in ("query", "key", "value") if n in given)][:3]
+        alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        if not (alike and query.is_meta and key.is_meta and value.is_meta):
+            return func(*args, **given)
         products = math.prod(query.shape[:-1]) * key.shape[-2]
         self.flops += 2 * products * (query.shape[-1] + value.shape[-1])
         return _Fused.apply(query, key, value)  # type: ignore[no-untyped-call]

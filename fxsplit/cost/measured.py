@@ -21,10 +21,10 @@ def measured_seconds(
 ) -> dict[str, float]:
     """Median seconds of forward plus backward per node, over `runs` runs after one that is not counted.
 
-    The model's buffers, gradients, modes and the random number generator are as before afterwards.
+    The model's parameters, buffers, gradients, modes and the random number generator are as before afterwards.
     """
     samples: dict[str, list[float]] = {node.name: [] for node in compute_nodes(traced.graph)}
-    with preserved(model):
+    with preserved(model, parameters=True):
         for run in range(runs + 1):
             timer = _Timer(traced.module)
             with torch.enable_grad():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..graph import compute_nodes
+from ..graph import compute_nodes, is_within
 from ..hardware import Device
 from ..ir import Traced
 from ..plan import Plan
@@ -20,6 +19,7 @@ from .static import parameter_bytes
 
 # Backward computes a gradient for each of the two operands of a product.
 BACKWARD = 2
+MOST_SECONDS = 1e15  # a sum of them is still a number
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def node_costs(model: nn.Module, traced: Traced, saved: Saved) -> dict[str, Node
 
 
 def roofline_seconds(cost: NodeCost, device: Device) -> float:
-    """Forward and backward of a node: computing or moving bytes, whichever takes longer (Williams et al., 2009)."""
+    """Forward of a node: computing or moving bytes, whichever takes longer (Williams et al., 2009)."""
     assert device.flops is not None and device.bandwidth is not None
-    return (1 + BACKWARD) * max(cost.flops / device.flops, cost.moved / device.bandwidth)
+    return max(cost.flops / device.flops, cost.moved / device.bandwidth)
 
 
 def work_of(
@@ -101,49 +101,95 @@ def work_of(
     nodes = [node.name for node in compute_nodes(traced.graph)]
     if cost == "params":
         return parameter_bytes(model, traced)
+    if isinstance(cost, Mapping):
+        return _given(traced, cost)
+    again = _recomputation(model, traced, plan)
     if cost == "time":
         if any(t.is_meta for t in (*inputs, *model.parameters())):
             raise PlanError(
                 'cost="time" runs the model, and a model on the meta device cannot be run',
                 remedy='cost="roofline", hardware="A100-80GB"',
             )
-        return measured_seconds(model, traced, inputs)
-    if isinstance(cost, Mapping):
-        free = {node.name for node in compute_nodes(traced.graph) if node.op == "get_attr"}
-        missing = [name for name in nodes if name not in cost and name not in free]
-        if missing:
-            raise PlanError(
-                f"cost= has no seconds for {missing[0]!r} and {len(missing) - 1} more nodes of the graph",
-                remedy="the costs of a pipeline of the same model: cost=pipe.assignment.costs",
-            )
-        return {name: float(cost.get(name, 0.0)) for name in nodes}
+        seconds = measured_seconds(model, traced, inputs)
+        return {name: seconds[name] * (1 + again[name] / (1 + BACKWARD)) for name in nodes}
     assert figures is not None
-    if cost == "flops":
-        return {name: float((1 + BACKWARD) * figures[name].flops) for name in nodes}
     if cost == "memory":
-        copies = parameter_copies(plan.optimizer_states)
-        training = plan.optimizer_states is not None
-        return {n: float(copies * figures[n].parameters + training * figures[n].saved) for n in nodes}
+        copies, training = parameter_copies(plan.optimizer_states), plan.optimizer_states is not None
+        states = parameter_bytes(model, traced, copies=copies)
+        return {name: states[name] + training * figures[name].saved for name in nodes}
+    backward = BACKWARD if plan.optimizer_states is not None else 0
+    times = {name: 1 + backward + (again[name] if backward else 0) for name in nodes}
+    if cost == "flops":
+        return {name: float(times[name] * figures[name].flops) for name in nodes}
     if cost == "roofline":
-        return {name: roofline_seconds(figures[name], device) for name in nodes}
+        return {name: times[name] * roofline_seconds(figures[name], device) for name in nodes}
     assert callable(cost)
-    found = {}
-    for name in nodes:
-        seconds = cost(figures[name])
-        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not number or not 0 <= seconds < math.inf:
-            raise PlanError(
-                f"cost= returned {seconds!r} for {figures[name]}", remedy="a function that returns seconds"
-            )
-        found[name] = float(seconds)
-    return found
+    return _checked({name: _called(cost, figures[name]) for name in nodes})
+
+
+def _given(traced: Traced, cost: Mapping[str, float]) -> dict[str, float]:
+    """The user's seconds; a parameter that is read costs nothing unless they say so."""
+    nodes = {node.name: node for node in compute_nodes(traced.graph)}
+    unknown = [name for name in cost if name not in nodes]
+    missing = [name for name, node in nodes.items() if name not in cost and node.op != "get_attr"]
+    if unknown or missing:
+        raise PlanError(
+            f"cost= names {unknown[0]!r}, which is no node of the graph"
+            if unknown
+            else f"cost= has no seconds for {len(missing)} of the graph's nodes, first {missing[0]!r}",
+            remedy='the costs of a pipeline of the same model that was planned in seconds, such as by cost="time": '
+            "cost=pipe.assignment.costs",
+        )
+    return _checked({name: float(cost.get(name, 0.0)) for name in nodes})
+
+
+def _called(cost: Callable[[NodeCost], float], figures: NodeCost) -> float:
+    try:
+        seconds = float(cost(figures))
+    except Exception as error:
+        error.add_note(f"fxsplit: in cost=, for {figures}")
+        raise
+    if not 0 <= seconds < MOST_SECONDS:
+        raise PlanError(f"cost= returned {seconds!r} for {figures}", remedy="a function that returns seconds")
+    return seconds
+
+
+def _checked(seconds: dict[str, float]) -> dict[str, float]:
+    if not any(seconds.values()):
+        raise PlanError("cost= is 0 seconds for every node", remedy='seconds, or cost="params"')
+    return seconds
+
+
+def _recomputation(model: nn.Module, traced: Traced, plan: Plan) -> dict[str, float]:
+    """Node name → how often its forward is computed again, by the checkpoint policy as far as it is known beforehand."""
+    m = plan.micro_batches
+    everywhere = {"always": 1.0, "except_last": (m - 1) / m}
+    share = everywhere.get(plan.checkpoint, 0.0) if isinstance(plan.checkpoint, str) else 0.0
+    chosen = recomputed_paths(model, plan)
+    facts = traced.facts
+    return {
+        node.name: share or float(any(is_within(facts[node.name].module_path, path) for path in chosen))
+        for node in compute_nodes(traced.graph)
+    }
+
+
+def recomputed_paths(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules that the plan computes again, where it names them."""
+    policy = plan.checkpoint
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(policy, tuple):
+        first_name = {id(module): name for name, module in model.named_modules()}
+        return [first_name[id(modules[path])] for path in policy if path in modules]
+    if callable(policy):
+        return [path for path, module in model.named_modules() if path and policy(path, module)]
+    return []
 
 
 def needs_figures(plan: Plan) -> bool:
     """Whether the plan asks for more than parameters and times: then the example is run once to count."""
-    limited = plan.max_memory is not None or any(d.memory is not None for d in plan.described())
-    counted = callable(plan.cost) or plan.cost in ("flops", "memory", "roofline")
-    return counted or (limited and plan.device_map is None)
+    limited = plan.max_memory is not None and plan.device_map is None
+    limited = limited or any(d.memory is not None for d in plan.described())
+    return limited or callable(plan.cost) or plan.cost in ("flops", "memory", "roofline")
 
 
 def unit_of(plan: Plan) -> str:

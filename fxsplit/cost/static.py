@@ -8,9 +8,16 @@ from ..graph import compute_nodes
 from ..ir import Traced
 
 
-def parameter_bytes(model: nn.Module, traced: Traced) -> dict[str, float]:
-    """Bytes of the parameters that each node reads first; a shared parameter counts once."""
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+def parameter_bytes(model: nn.Module, traced: Traced, *, copies: int = 1) -> dict[str, float]:
+    """Bytes of the parameters that each node reads first; a shared parameter counts once.
+
+    Args:
+        copies: how many values are kept for each that is trained: with its gradient and the optimizer's.
+    """
+    sizes = {
+        name: p.numel() * p.element_size() * (copies if p.requires_grad else 1)
+        for name, p in model.named_parameters()
+    }
     costs, seen = {}, set()
     for node in compute_nodes(traced.graph):
         new = [name for name in traced.facts[node.name].parameters if name not in seen]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..batch import BatchDims
 from ..cost.model import name_of, needs_figures, node_costs, unit_of, work_of
 from ..cost.saved import measured_saved
 from ..errors import PartitionError, PlanError, did_you_mean
@@ -56,8 +57,14 @@ def partition(
             f"stages={count}, but the graph has only {len(units)} unit{'s' if len(units) != 1 else ''} that can be cut apart",
             remedy=f"stages={len(units)} or fewer",
         )
-    figures = weigh_nodes(model, traced, plan, units, inputs)
     names = [str(d) for d in devices]
+    odd = [d for d in plan.max_memory or () if d not in names] if plan.device_map is None else []
+    if odd:
+        raise PlanError(
+            f"max_memory= limits {odd[0]}, but the plan's devices are {', '.join(dict.fromkeys(names))}",
+            remedy="name devices of the plan, as they are written there",
+        )
+    figures = weigh_nodes(model, traced, plan, units, inputs)
     problem = build_problem(model, traced, plan, figures, names, room)
     if said is None:
         planned = plan_stages(problem, simulator(plan), search=plan.effort == "search")
@@ -79,7 +86,7 @@ def partition(
     found = stage_figures(problem, cut, moving)
     forecast = Forecast(
         unit_of(plan) if counted else "nodes",
-        min(lower_bound(problem), max(f.load for f in found)),
+        lower_bound(problem),
         _stage_forecasts(figures, cut, stages, found, room),
         int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
         predicted_bubble(traced, plan, stages, rows, found, moving),
@@ -124,7 +131,8 @@ def weigh_nodes(
     described = plan.described() if plan.cost == "roofline" else plan.described()[:1]
     kinds = list(dict.fromkeys(described))
     works = tuple(work_of(model, traced, plan, inputs, costs, kind) for kind in kinds)
-    return Figures(units, works, tuple(kinds.index(d) for d in described), saved)
+    rows = BatchDims.of_example(traced.signature, inputs, plan.batch_dims).batch_size(inputs)
+    return Figures(units, works, tuple(kinds.index(d) for d in described), saved, rows or 1)
 
 
 def _stage_forecasts(

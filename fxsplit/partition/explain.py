@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -29,8 +30,8 @@ def simulator(plan: Plan) -> Simulate:
         loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
     ) -> float:
         schedule = SCHEDULES[plan.schedule](len(loads), m, replicas)
-        # A load is divided by its replicas; an action of one of them is not.
-        each = [load * r / m / 3 for load, r in zip(loads, replicas, strict=True)]
+        # A load is of the micro-batches that the busiest replica gets.
+        each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
         needs = needs_of(len(loads), chains)
         times = timeline(schedule, needs, lambda a: each[a.stage] * (1 if a.kind == "F" else 2))
         return max(end for _, end in times.values())
@@ -59,7 +60,7 @@ def predicted_bubble(
     gradients = [sorted(set(stages)) for stages in readers.values()]
     chains = [(home, *others) for home, others, _ in moving]
     schedule = SCHEDULES[plan.schedule](len(stages), plan.micro_batches, replicas)
-    loads = [f.load * r for f, r in zip(found, replicas, strict=True)]
+    loads = [f.load / math.ceil(plan.micro_batches / r) for f, r in zip(found, replicas, strict=True)]
     return bubble(schedule, needs_of(len(stages), chains, gradients), loads)
 
 
@@ -67,7 +68,9 @@ def explanation(planned: Planned) -> str:
     """How the cut was found, and so what may be claimed of it."""
     orders = "the program's order" if planned.tried == 1 else f"{planned.tried} orders of the program"
     where = "" if planned.order == "program order" else f", here {planned.order}"
-    kind = "the lightest" if planned.exact else "the lightest found (positions were thinned out)"
+    apart = planned.bottleneck / planned.lightest - 1 if planned.lightest else 0.0
+    kind = "the lightest" if apart < 5e-5 else f"within {max(apart, 1e-4):.2%} of the lightest"
+    kind += "" if planned.exact else " that was found (positions were thinned out)"
     return f"{kind} of all contiguous cuts of {orders}{where}"
 
 
@@ -104,17 +107,18 @@ def shortage(
     nodes = stage_nodes(traced, figures_.units, cut)[stage]
     first, last = (path or type(model).__name__ for path in module_paths(traced.facts, nodes))
     tried = []
-    for words, variant, others in _variants(plan, devices):
+    for words, variant, others in _variants(plan, devices, figures_.batch):
         if len(others) > len(figures_.units):
             continue
         other = build_problem(model, traced, variant, figures_, others, room)
         slots, then = _least(other)
         part, most = max((f.memory / s.memory, f.memory) for f, s in zip(then, slots.slots, strict=True))
-        tried.append((part > 1, f"{words} ({in_units(most)}, {'fits' if part <= 1 else 'does not fit'})"))
+        tried.append((part > 1, f"{words} ({in_units(most)}, {_verdict(part)})"))
+    where = devices[cut.slots[stage].devices[0]] if plan.replicas == "auto" else devices[stage]
     span = first if first == last else f"{first} … {last}"
     return PartitionError(
         f"no cut into {len(cut.starts)} stage{'s' if len(cut.starts) != 1 else ''} fits the memory: at best, stage {stage} "
-        f"({span}) needs {in_units(need)} of {in_units(limit)} on {devices[min(stage, len(devices) - 1)]}, "
+        f"({span}) needs {in_units(need)} of {in_units(limit)} on {where}, "
         f"{in_units(need - limit)} too much"
         + (f" ({1 - room:.0%} of the memory are left for what only a simulation counts)" if room < 1 else ""),
         remedy=", or ".join(text for _, text in sorted(tried, key=lambda pair: pair[0]))
@@ -122,12 +126,17 @@ def shortage(
     )
 
 
+def _verdict(part: float) -> str:
+    """The sums are compared with a margin: the simulation of what is alive has the last word."""
+    return "fits" if part <= 0.95 else "fits barely" if part <= 1 else "does not fit"
+
+
 def _least(problem: Problem) -> tuple[Cut, tuple[StageFigures, ...]]:
     cut = roomiest(problem)
     return cut, figures(problem, cut, travels(problem, cut))
 
 
-def _variants(plan: Plan, devices: Sequence[str]) -> list[tuple[str, Plan, list[str]]]:
+def _variants(plan: Plan, devices: Sequence[str], batch: int) -> list[tuple[str, Plan, list[str]]]:
     """Plans that need less memory, and what to type for them."""
     found = []
     training = plan.optimizer_states is not None
@@ -137,9 +146,9 @@ def _variants(plan: Plan, devices: Sequence[str]) -> list[tuple[str, Plan, list[
     if training and not checkpointing:
         found.append(('checkpoint="always"', plan.replace(checkpoint="always"), same))
     for factor in (2, 4):
-        if training and (checkpointing or not training):
+        if (checkpointing or not training) and m * factor <= batch:
             found.append((f"micro_batches={m * factor}", plan.replace(micro_batches=m * factor), same))
-    if training and not checkpointing:
+    if training and not checkpointing and 4 * m <= batch:
         both = plan.replace(checkpoint="always", micro_batches=4 * m)
         found.append((f'checkpoint="always", micro_batches={4 * m}', both, same))
     if training and plan.optimizer_states:

@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..cost.model import parameter_copies, unit_of
+from ..cost.model import parameter_copies, recomputed_paths, unit_of
 from ..cost.saved import Saved
 from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
-from ..ir import TensorSpec, Traced
+from ..ir import NodeFacts, TensorSpec, Traced
 from ..plan import Budget, Plan
 from ..schedules.catalog import SCHEDULES, in_flight
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit
+
+Before = tuple[tuple[int, ...], ...]  # for each unit the units that have to come before it
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Figures:
         works: per kind of device, node name → load.
         kinds: per described device its place in `works`.
         saved: what is kept for backward; None where it was not counted.
+        batch: rows of the example.
     """
 
     units: Sequence[Unit]
     works: tuple[Mapping[str, float], ...]
     kinds: tuple[int, ...]
     saved: Saved | None
+    batch: int
 
 
 def build_problem(
@@ -64,7 +68,7 @@ def build_problem(
     )
     if not any(map(any, work)):  # a model without parameters: count its nodes
         work = tuple(tuple(float(u.end - u.start) for u in figures.units) for _ in work)
-    values, before = _values(traced, unit_of_node)
+    values, before = _values(model, traced, unit_of_node)
     fixed = "" if not any(open_contexts(nodes)) else "a context such as no_grad or autocast is entered"
     moves, ends = _moves(plan, devices, figures.kinds)
     if room != 1.0:
@@ -97,48 +101,86 @@ def stage_nodes(traced: Traced, units: Sequence[Unit], cut: Cut) -> tuple[tuple[
     )
 
 
-def _values(
-    traced: Traced, unit_of: Mapping[str, int]
-) -> tuple[tuple[Item, ...], tuple[tuple[int, ...], ...]]:
+def _values(model: nn.Module, traced: Traced, unit_of: Mapping[str, int]) -> tuple[tuple[Item, ...], Before]:
     """What units hand to each other, and which have to come before which.
 
-    Beyond the data, the order is kept among nodes that draw random numbers and among those that change something, and
-    among three or more readers of one differentiable value: autograd adds their gradients in the reverse of that order,
-    and a sum of three depends on it.
+    Beyond the data, the order is kept among nodes that draw random numbers or change something, and among those from
+    which three or more gradients of one tensor come: autograd adds them in the reverse of that order, and a sum of three
+    depends on it.
     """
     facts = traced.facts
-    count = max(unit_of.values()) + 1
-    before: list[set[int]] = [set() for _ in range(count)]
+    before: list[set[int]] = [set() for _ in range(max(unit_of.values()) + 1)]
     values = []
     effects: list[int] = []
-    readers_of: dict[str, list[int]] = {}
+    gradients: dict[
+        str, list[int]
+    ] = {}  # tensor or parameter → the unit that each of its gradients comes from
     for node in traced.graph.nodes:
-        reading = [unit_of[user.name] for user in node.users if user.name in unit_of]
-        floating = any(
-            leaf.dtype.is_floating_point or leaf.dtype.is_complex
-            for leaf in tree_leaves(facts[node.name].value)
-            if isinstance(leaf, TensorSpec)
-        )
-        if floating and sum(user.all_input_nodes.count(node) for user in node.users) > 2:
-            _keep_in_order(sorted(set(reading)), before)
+        fact = facts[node.name]
+        if node.op != "output":
+            for operand in node.all_input_nodes:
+                if fact.alias != operand.name and _is_differentiable(facts[operand.name]):
+                    gradients.setdefault(_tensor_of(operand, facts), []).extend(
+                        [unit_of[node.name]] * _contributions(node, operand)
+                    )
+            for parameter in fact.parameters:
+                gradients.setdefault(parameter, []).extend(
+                    [unit_of[node.name]] * (2 if node.op == "call_module" else 1)
+                )
         if node.name not in unit_of:
             continue
-        home, fact = unit_of[node.name], facts[node.name]
-        for parameter in fact.parameters:
-            readers_of.setdefault(parameter, []).append(home)
-        elsewhere = sorted(set(reading) - {home})
+        home = unit_of[node.name]
+        elsewhere = sorted({unit_of[user.name] for user in node.users if user.name in unit_of} - {home})
         for unit in elsewhere:
             before[unit].add(home)
         travels = node.op != "get_attr" or node.meta.get("shared")
         if elsewhere and travels:
             values.append(Item((home, *elsewhere), fact.nbytes))
-        if fact.random or fact.stateful or fact.buffers:
+        if fact.random or fact.stateful or fact.buffers or _may_do_more(model, traced, node):
             effects.append(home)
     _keep_in_order(sorted(set(effects)), before)
-    for readers in readers_of.values():
-        if len(readers) > 2:
-            _keep_in_order(sorted(set(readers)), before)
+    for units in gradients.values():
+        if len(units) > 2:
+            _keep_in_order(sorted(set(units)), before)
     return tuple(values), tuple(tuple(sorted(earlier)) for earlier in before)
+
+
+def _is_differentiable(fact: NodeFacts) -> bool:
+    specs = [leaf for leaf in tree_leaves(fact.value) if isinstance(leaf, TensorSpec)]
+    return any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
+
+
+def _tensor_of(node: fx.Node, facts: Mapping[str, NodeFacts]) -> str:
+    """The first name of the tensor: ``contiguous()`` and dropout may hand on what they were given."""
+    name = node.name
+    while (alias := facts[name].alias) is not None:
+        name = alias
+    return name
+
+
+def _contributions(node: fx.Node, operand: fx.Node) -> int:
+    """How many gradients of `operand` come from `node`, or more: a module may use its argument several times."""
+    if node.op == "call_module":
+        return 2
+    count = 0
+
+    def look(value: fx.Node) -> fx.Node:
+        nonlocal count
+        count += value is operand
+        return value
+
+    fx.node.map_arg((node.args, node.kwargs), look)
+    return count
+
+
+def _may_do_more(model: nn.Module, traced: Traced, node: fx.Node) -> bool:
+    """Whether a module may change or draw what nothing shows: one that stays whole, or has hooks."""
+    if node.op != "call_module":
+        return False
+    owner = resolve(model, str(node.target))
+    return str(node.target) in traced.kept_whole or any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in owner.modules()
+    )
 
 
 def _keep_in_order(units: Sequence[int], before: list[set[int]]) -> None:
@@ -179,7 +221,7 @@ def _saved(
     """Each storage that is kept for backward, with the units that keep it."""
     if saved is None:
         return ()
-    chosen = _recomputed(model, plan)
+    chosen = recomputed_paths(model, plan)
     nodes = compute_nodes(traced.graph)
     inside = {
         n.name for n in nodes if any(is_within(traced.facts[n.name].module_path, path) for path in chosen)
@@ -196,18 +238,6 @@ def _saved(
             keepers.setdefault(key, set()).add(unit_of[node.name])
             sizes[key] = size
     return tuple(Item(tuple(sorted(units)), sizes[key]) for key, units in keepers.items())
-
-
-def _recomputed(model: nn.Module, plan: Plan) -> list[str]:
-    """The modules that the plan computes again, where it names them."""
-    policy = plan.checkpoint
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if isinstance(policy, tuple):
-        first_name = {id(module): name for name, module in model.named_modules()}
-        return [first_name[id(modules[path])] for path in policy if path in modules]
-    if callable(policy):
-        return [path for path, module in model.named_modules() if path and policy(path, module)]
-    return []
 
 
 def _moves(
@@ -250,7 +280,8 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     r = len(numbers)
     per_byte = _seconds_per_byte(plan, slowest)
     apart = len({devices[i] for i in numbers}) > 1  # on one device they share the parameters and its memory
-    load = Weights(1 / r, per_byte / r, 2 * (r - 1) / r * per_byte if apart else 0.0)
+    share = replica_share(plan, r)
+    load = Weights(share, per_byte * share, 2 * (r - 1) / r * per_byte if apart else 0.0)
     limits = [memory_limit(plan, i, devices) for i in numbers]
     memory = min(limits) if apart else sum(limits)
     return Slot(
@@ -266,7 +297,8 @@ def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[
     """The same for replicas on one device: they share its parameters and its memory."""
     counts = replica_counts(plan, len(devices))
     first = sum(counts[:stage])
-    load = Weights(work=1 / counts[stage], traffic=_seconds_per_byte(plan, stage) / counts[stage])
+    share = replica_share(plan, counts[stage])
+    load = Weights(work=share, traffic=_seconds_per_byte(plan, stage) * share)
     workers = tuple(range(first, first + counts[stage]))
     limit = memory_limit(plan, stage, devices)
     return Slot(rows[stage % len(rows)], load, _room(plan, 1, stage, len(devices)), limit, workers)
@@ -282,6 +314,11 @@ def _slowness(device: Device) -> float:
     return (1 / device.flops if device.flops else 0.0) + (1 / device.bandwidth if device.bandwidth else 0.0)
 
 
+def replica_share(plan: Plan, replicas: int) -> float:
+    """The part of the micro-batches that the busiest of the replicas gets."""
+    return math.ceil(plan.micro_batches / replicas) / plan.micro_batches
+
+
 def replica_counts(plan: Plan, stages: int) -> tuple[int, ...]:
     """How many replicas the plan gives to each stage, where it says so."""
     if isinstance(plan.replicas, tuple):
@@ -290,10 +327,13 @@ def replica_counts(plan: Plan, stages: int) -> tuple[int, ...]:
 
 
 def memory_limit(plan: Plan, number: int, devices: Sequence[str]) -> float:
-    """How much memory one stage may take: an equal part of that of its device, where stages are placed together."""
+    """How much memory one stage may take: an equal part of that of its device, where stages are placed together.
+
+    A device map's `max_memory` is for its weights alone, as in Accelerate, and is not looked at here.
+    """
     described, device = plan.described(), devices[number]
-    if plan.max_memory is not None and device in plan.max_memory:
-        return float(plan.max_memory[device]) / devices.count(device)
+    if plan.max_memory is not None and device in plan.max_memory and plan.device_map is None:
+        return max(float(plan.max_memory[device]), 1.0) / devices.count(device)
     memory = described[number % len(described)].memory
     if memory is None:
         return math.inf

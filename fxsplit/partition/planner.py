@@ -52,7 +52,9 @@ class Planned:
         cut: units → stages.
         stages: the figures of each stage.
         bound: no partition into these stages, in any order, has a lighter heaviest stage.
-        exact: whether the heaviest stage is the lightest over all contiguous cuts of the orders that were tried.
+        lightest: the lightest heaviest stage that was found; the one that was chosen is within `SLACK` of it, and of
+            `WORTH_REORDERING` where that is of another order.
+        exact: whether there is surely no lighter one over all contiguous cuts of the orders that were tried.
         order: the name of the order.
         tried: how many orders were tried.
         step: simulated seconds of a step.
@@ -62,6 +64,7 @@ class Planned:
     cut: Cut
     stages: tuple[StageFigures, ...]
     bound: float
+    lightest: float
     exact: bool
     order: str
     tried: int
@@ -116,8 +119,13 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
             best = attempt.bottleneck
         if problem.fixed_order or best <= bound * (1 + 1e-9):
             break
-    if not found:
-        return None
+    if not found:  # by thinned positions, perhaps: what needs least memory may still fit
+        cut = roomiest(problem)
+        loads = figures(problem, cut, travels(problem, cut))
+        if any(f.memory > slot.memory for f, slot in zip(loads, cut.slots, strict=True)):
+            return None
+        best, exact = max(f.load for f in loads), False
+        found.append(_Found("program order", Space(problem, cut.order), best, cut))
     if tried > 1 and all(len(moves) <= 1 for moves in problem.moves):
         for attempt in _filled_up(problem, found[-1], bound):
             found.append(attempt)
@@ -136,7 +144,8 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
     return Planned(
         cut,
         stages,
-        min(bound, max(s.load for s in stages)),
+        bound,
+        best,
         exact,
         chosen.name,
         tried,
@@ -209,10 +218,10 @@ def _best_of_order(space: Space, name: str, best: float, least: float) -> tuple[
     bound = min(best, found[0] * (1 + 1e-12) if found is not None else math.inf)
     count = len(space.order)
     space.only(range(count + 1))
-    pairs = space.pairs(bound) if bound < math.inf else math.inf
-    if pairs <= _PAIRS:
+    pairs = space.pairs(bound)
+    if pairs <= _PAIRS * (1 if found is not None else 2):
         return result(_lighter(found, _lightest_at(space, ends, bound)), True)
-    share = math.sqrt(_PAIRS / pairs) if pairs < math.inf else 0.0
+    share = math.sqrt(_PAIRS / pairs)
     fine = thinned(space, max(int(count * share), len(coarse)))
     found = _lighter(found, _lightest_at(space.only(fine), ends, bound))
     if found is not None:
@@ -301,8 +310,10 @@ def _assess(problem: Problem, cut: Cut, simulate: Simulate) -> tuple[tuple[Stage
 
 
 def _fewer(space: Space, stages: int, step: float, simulate: Simulate) -> Fewer | None:
-    """A coarse look at fewer stages."""
+    """A coarse look at fewer stages, one on each device."""
     problem = space.problem
+    if any(len(moves) > 1 for moves in problem.moves):
+        return None  # devices that are shared out to stages and replicas have been looked at in any number
     space.only(thinned(space, max(_COARSE, 4 * len(problem.moves))))
     best: Fewer | None = None
     for layer, (bottleneck, cut) in lightest(space).items():

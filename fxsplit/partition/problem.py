@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 # For each stage its seconds for a batch, per value that travels the stages that it passes through, and per stage its
@@ -211,31 +211,33 @@ def weigh(weights: Weights, work: float, traffic: float, parameters: float, save
 def lower_bound(problem: Problem) -> float:
     """No partition has a lighter heaviest stage, whatever its order: work alone, divided as if it could be.
 
-    For any shares λ of the devices that add up to 1, the heaviest load is at least Σ_d λ_d · load_d, which is at
-    least the sum over units of the smallest λ_d · work_d (a dual solution of scheduling on unrelated machines). λ is
-    taken proportional to the speeds. Nor can it be lighter than the heaviest unit on the best slot.
+    For any shares λ of the devices that add up to 1, the heaviest load is at least Σ_d λ_d · load_d. A unit on a slot
+    adds its work there times the λ of the slot's devices to that sum, so the sum is at least the smallest such product
+    of each unit (a dual solution of scheduling on unrelated machines). λ is taken proportional to the speeds. Nor can
+    the heaviest stage be lighter than the heaviest unit on its best slot.
     """
     slots = problem.slots()
-    per_device: dict[int, float] = {}  # device → its share of the work of a stage, and its row
-    rows: dict[int, int] = {}
+    totals: dict[int, float] = {}
     for slot in slots:
+        whole = slot.load.work * len(slot.devices) * math.fsum(problem.work[slot.row])
         for device in slot.devices:
-            share = slot.load.work * len(slot.devices)
-            per_device[device] = min(per_device.get(device, math.inf), share)
-            rows[device] = slot.row
-    totals = {d: per_device[d] * math.fsum(problem.work[rows[d]]) for d in per_device}
+            totals[device] = min(totals.get(device, math.inf), whole)
     spread = 0.0
     if all(total > 0 for total in totals.values()):
-        speed = {d: 1 / total for d, total in totals.items()}
-        whole = math.fsum(speed.values())
-        factors = dict.fromkeys(
-            (rows[d], speed[d] / whole * per_device[d]) for d in sorted(per_device)
-        )  # equal devices once
-        spread = math.fsum(
-            map(min, zip(*([f * w for w in problem.work[r]] for r, f in factors), strict=True))
+        speeds = math.fsum(1 / total for total in totals.values())
+        share = {device: 1 / total / speeds for device, total in totals.items()}
+        spread = _least(
+            problem, [(s.row, s.load.work * math.fsum(share[d] for d in s.devices)) for s in slots], math.fsum
         )
-    kinds = dict.fromkeys((slot.row, slot.load.work) for slot in slots)
-    alone = max(
-        map(min, zip(*([s * w for w in problem.work[r]] for r, s in kinds), strict=True)), default=0.0
-    )
-    return max(spread, alone)
+    return max(spread, _least(problem, [(s.row, s.load.work) for s in slots], max))
+
+
+def _least(
+    problem: Problem, kinds: Sequence[tuple[int, float]], together: Callable[[Iterable[float]], float]
+) -> float:
+    """The smallest product of each unit's work and a factor, over the rows and factors, added up or the largest."""
+    smallest: dict[int, float] = {}
+    for row, factor in kinds:
+        smallest[row] = min(smallest.get(row, math.inf), factor)
+    scaled = [[factor * w for w in problem.work[row]] for row, factor in smallest.items()]
+    return together(map(min, zip(*scaled, strict=True)))

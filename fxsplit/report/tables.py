@@ -74,9 +74,10 @@ def _replicas(counts: Sequence[int]) -> str:
 
 def _load(load: float, unit: str) -> str:
     if unit == "s":
-        return f"{load * 1e3:.3f} ms" if load < 1 else f"{load:.3f} s"
+        scale, name = next(((s, n) for s, n in ((1, "s"), (1e3, "ms")) if load * s >= 1), (1e6, "µs"))
+        return f"{load * scale:.3f} {name}"
     if unit == "nodes":
-        return f"{load:.0f} nodes"
+        return f"{load:g} node{'s' if load != 1 else ''}"
     return in_units(load) if unit == "bytes" else f"{_scaled(load)}FLOP"
 
 

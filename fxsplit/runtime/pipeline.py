@@ -409,7 +409,7 @@ class Pipeline(nn.Module):
             here = [s for s in self.stages if s.device == device]
             stages = [[order[name] for name in stage.nodes] for stage in here]
             regions = [region_runs(stage) for stage in here]
-            count = self.plan.micro_batches
+            count = len(self.micro_batches(self.example)[1])
             found[device] = live_bytes(saved, stages, regions, count)
             if self.plan.checkpoint == "except_last":
                 plain = live_bytes(saved, stages, [[] for _ in here], count).kept // count

@@ -54,6 +54,7 @@ def _union(a: NodeFacts, b: NodeFacts) -> NodeFacts:
         buffers=tuple(dict.fromkeys((*a.buffers, *b.buffers))),
         stateful=a.stateful or b.stateful,
         returns=a.returns if a.returns == b.returns else None,
+        alias=a.returns or b.returns,
         random=a.random or b.random,
     )
 
