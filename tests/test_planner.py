@@ -312,3 +312,58 @@ def test_real_graphs_against_all_partitions(name, link):
     planned = plan_stages(problem, plain_step, search=True)
     least = downset_best(problem, planned.bottleneck)
     assert least * (1 - 1e-9) <= planned.bottleneck <= least * SLACK / WORTH_REORDERING
+
+
+@settings(max_examples=600)
+@given(problems())
+def test_the_bound_is_one_for_every_kind_of_problem(problem):
+    least = best_by_force(problem, range(problem.units))
+    assert least is None or lower_bound(problem) <= least * (1 + 1e-9) + 1e-9
+
+
+def layered(works, slots):
+    """A chain of layers with one parameter each, whose memory is that."""
+    n = len(works[0])
+    before = tuple((u - 1,) if u else () for u in range(n))
+    parameters = tuple(Item((u,), 10.0 + u % 7) for u in range(n))
+    values = tuple(Item((u, u + 1), 1.0) for u in range(n - 1))
+    moves = (*(((j + 1, slot),) for j, slot in enumerate(slots)), ())
+    return Problem(works, values, parameters, (), before, moves, (len(slots),))
+
+
+@pytest.mark.parametrize("n", [97, 200, 400, 3000])
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.71])
+def test_what_fits_barely_is_found(n, place):
+    """Two stages whose limits leave one place for the cut."""
+    cut = int(n * place)
+    sizes = [10.0 + u % 7 for u in range(n)]
+    room = Weights(parameters=1.0)
+    slots = [
+        Slot(0, Weights(1.0), room, sum(part) * (1 + 1e-4), (i,))
+        for i, part in enumerate((sizes[:cut], sizes[cut:]))
+    ]
+    planned = plan_stages(layered(((1.0,) * n,), slots), plain_step)
+    assert planned is not None and planned.cut.starts == (0, cut)
+
+
+def test_replicas_on_unequal_devices_are_bounded_and_exact():
+    """Where the bound was too high, the search ended too early, and said that it was exact."""
+    n, kinds = 120, ((1.0, 4.0), (4.0, 1.0), (1.0, 1.0, 3.0))
+    for kind in kinds:
+        count = len(kind)
+        works = tuple(tuple(f * (1 + u * 37 % 11) for u in range(n)) for f in sorted(set(kind)))
+        row_of = {f: i for i, f in enumerate(sorted(set(kind)))}
+
+        def slot(first, r, kind=kind, row_of=row_of):
+            slowest = max(kind[first : first + r])
+            return Slot(row_of[slowest], Weights(1 / r, 0.0), devices=tuple(range(first, first + r)))
+
+        moves = tuple(tuple((d + r, slot(d, r)) for r in range(1, count - d + 1)) for d in range(count + 1))
+        values = tuple(Item((u, u + 1), 1.0) for u in range(n - 1))
+        before = tuple((u - 1,) if u else () for u in range(n))
+        problem = Problem(works, values, (), (), before, moves, (count,))
+        least = best_by_force(problem, range(n))
+        planned = plan_stages(problem, plain_step)
+        assert lower_bound(problem) <= least * (1 + 1e-9)
+        assert planned.exact and planned.lightest == pytest.approx(least)
+        assert planned.bottleneck <= least * SLACK * (1 + 1e-9)

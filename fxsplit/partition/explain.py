@@ -16,7 +16,7 @@ from ..schedules.catalog import SCHEDULES
 from ..schedules.needs import needs_of
 from ..schedules.simulate import bubble, timeline
 from ..sizes import in_units
-from .model import Figures, build_problem, stage_nodes
+from .model import Figures, build_problem, memory_limit, stage_nodes
 from .planner import Planned, roomiest
 from .problem import Cut, Problem, Simulate, StageFigures, Travel, figures, travels
 
@@ -114,7 +114,8 @@ def shortage(
         slots, then = _least(other)
         part, most = max((f.memory / s.memory, f.memory) for f, s in zip(then, slots.slots, strict=True))
         tried.append((part > 1, f"{words} ({in_units(most)}, {_verdict(part)})"))
-    where = devices[cut.slots[stage].devices[0]] if plan.replicas == "auto" else devices[stage]
+    numbers = cut.slots[stage].devices if plan.replicas == "auto" else (stage,)
+    where = devices[min(numbers, key=lambda i: memory_limit(plan, i, devices))]
     span = first if first == last else f"{first} … {last}"
     return PartitionError(
         f"no cut into {len(cut.starts)} stage{'s' if len(cut.starts) != 1 else ''} fits the memory: at best, stage {stage} "
