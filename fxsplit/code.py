@@ -122,6 +122,10 @@ class _Writer:
         self.depth_of = self._depths()
         self.counts = _occurrences(self.nodes)
         self.resizes = any(n.op == "call_method" and n.target in _RESIZES for n in self.nodes)
+        self.pure: set[fx.Node] = set()
+        for node in self.nodes:  # operands first: long chains of them need no recursion
+            if self._is_pure(node):
+                self.pure.add(node)
         self.inside: dict[fx.Node, fx.Node] = {}  # node → the node in whose expression it is written
         for node in self.nodes:
             if self._may_be_inside(node):
@@ -172,11 +176,11 @@ class _Writer:
     def _settle(self, root: fx.Node) -> list[fx.Node]:
         """Take out of the expression of `root` what order or width asks for; gives the nodes that were taken out."""
         tree = list(self._tree(root))
-        impure = [n for n in tree if not self._is_pure(n)]
+        impure = [n for n in tree if n not in self.pure]
         members, first = set(tree), self.position[impure[0] if impure else root]
         between = self.nodes[first : self.position[root]]
         in_order = impure == sorted(impure, key=self.position.__getitem__)
-        in_order = in_order and all(n in members or self._is_pure(n) for n in between)
+        in_order = in_order and all(n in members or n in self.pure for n in between)
         if in_order and len(self._statement(root)) + 4 * self.indent <= WIDTH:
             return []
         apart = [n for n in impure if self.inside.get(n) is root] or [n for n in impure if n is not root][-1:]
@@ -193,7 +197,7 @@ class _Writer:
         arithmetic = node.target in _BINARY or node.target in (len, getattr)
         return (
             arithmetic
-            and all(self._is_pure(o) and o.op != "get_attr" for o in _operands(node))
+            and all(o in self.pure and o.op != "get_attr" for o in _operands(node))
             and bool(_operands(node))
         )
 
@@ -266,12 +270,7 @@ class _Writer:
         dies: dict[int, list[str]] = {}
         for node, i in last.items():
             value = node.op not in ("placeholder", "get_attr") and node.users and node not in self.contexts
-            if (
-                value
-                and not self._is_pure(node)
-                and node not in result
-                and node.target is not operator.setitem
-            ):
+            if value and node not in self.pure and node not in result and node.target is not operator.setitem:
                 dies.setdefault(i, []).append(node.name)
         end = len(statements) - 1  # what dies with the function needs no word
         return {i: names for i, names in dies.items() if i < end}

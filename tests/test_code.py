@@ -226,3 +226,22 @@ class Line:
 
 SOURCES = [Line(1), Line(1), Line(2)]
 OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
+
+
+def test_a_deep_model_is_written_without_recursion():
+    """Python allows a thousand calls in each other; this program has a chain of two thousand operations."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(500))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + torch.relu(layer(x))
+            return x
+
+    model, x = Deep(), torch.randn(3, 2)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
+    assert pipe.traced.front_end == "value-carrying tracer"
+    assert torch.equal(pipe(x), model(x))
