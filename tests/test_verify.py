@@ -24,7 +24,7 @@ def made(name="gpt", plan=PLANS[0], checkpoints=False):
     model, batch = build(name)
     traced = trace(model, batch(4), {})
     plan = plan.replace(checkpoint="always" if checkpoints else "never")
-    traced, assignment = partition_with_homes(model, traced, plan, batch(4))
+    traced, assignment = partition_with_homes(model, traced, plan, traced.signature.flatten(batch(4), {}))
     program = generate(model, traced, assignment, chosen_runs(model, traced, assignment, plan, batch(4)))
     return model, traced, program
 
