@@ -26,10 +26,12 @@ from .space import Space, thinned
 SLACK = 1.005
 # Another order than the program's has to be better by more than that: the generated code reads like the model.
 WORTH_REORDERING = 0.995
+FILLED = "branches filled up"
 _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
 _FILLINGS = 20  # orders in which branches fill up stages, that are tried at most
 _FILLED_UNITS = 30_000  # and at most so many units of them together
+_MIXED_UNITS = 1500  # of programs whose branches fill each other up, that a local search is worth its time for
 _HEATS = (0.2, 0.05, 0.01)  # of the local searches, one from what the other found
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
 _TIES = 400  # positions among which ties are broken
@@ -130,7 +132,9 @@ def plan_stages(problem: Problem, simulate: Simulate, *, search: bool = False) -
         for attempt in _filled_up(problem, found[-1], bound):
             found.append(attempt)
             best = attempt.bottleneck
-    for seed, heat in enumerate(_HEATS if search and tried > 1 else ()):
+    mixed = found[-1].name == FILLED and problem.units <= _MIXED_UNITS
+    heats = _HEATS if search and tried > 1 else _HEATS[:1] if mixed else ()
+    for seed, heat in enumerate(heats):
         order = improved(problem, found[-1].cut, seed, heat)
         attempt, _ = _best_of_order(Space(problem, order), "local search", best, bound)
         if attempt is not None:
@@ -191,7 +195,7 @@ def _filled_up(problem: Problem, start: _Found, bound: float) -> Iterator[_Found
         spare, sparing = kinds[turn % len(kinds)]
         aim = (low[turn % len(kinds)] + best) / 2
         order = filled(problem, start.cut.slots, both, aim, sparing, spare)
-        attempt, _ = _best_of_order(Space(problem, order), "branches filled up", best, bound)
+        attempt, _ = _best_of_order(Space(problem, order), FILLED, best, bound)
         if attempt is not None:
             best = attempt.bottleneck
             yield attempt
