@@ -220,3 +220,14 @@ def test_backward_is_in_one_or_in_two():
         check_schedule(broken("0F0 0I0 0W0 0F1 0I1"), 1, 2, needs)
     with pytest.raises(ScheduleError, match="can never finish"):
         check_schedule(broken("0F0 0W0 0I0"), 1, 1, needs)
+
+
+def test_odd_numbers_of_stages_and_workers():
+    for make in (interleaved_1f1b, breadth_first, interleaved_zero_bubble):
+        for workers in (0, 2):
+            with pytest.raises(ScheduleError, match="not shared out evenly"):
+                make(5, 4, workers)
+    with pytest.raises(ScheduleError, match="replicas lists 2 numbers for 3 stages"):
+        gpipe(3, 2, [2, 1])
+    idle = gpipe(2, 2, [3, 1])
+    assert Schedule.from_csv(idle.to_csv(), "gpipe") == idle

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 import warnings
 
 import pytest
@@ -118,7 +119,20 @@ def test_a_loss_that_is_not_known_has_to_be_told(classifier):
     with pytest.raises(ArgumentError, match="no row for each of the 9"):
         pipe.step(x, target=target.flatten(), loss_fn=F.mse_loss)
     with pytest.raises(ArgumentError, match="not a single number"):
-        pipe.step(x, target=target, loss_fn=functools.partial(F.mse_loss, reduction="none"), reduction="mean")
+        pipe.step(x, loss_fn=lambda y: y.square(), reduction="mean")
+    with pytest.raises(ArgumentError, match="that of MSELoss is 'mean'"):
+        pipe.step(x, target=target, loss_fn=nn.MSELoss(), reduction="sum")
+    for loss_fn in (
+        functools.partial(F.mse_loss, size_average=False),
+        functools.partial(F.mse_loss, target=target),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1, 1]).double(), label_smoothing=0.1),
+    ):
+        with pytest.raises(ArgumentError, match="is not known"):
+            pipe.step(x, target=labels(), loss_fn=loss_fn)
+    for odd in ([1.0] * ROWS, {"a": target, "b": [2.0]}):
+        with pytest.raises(ArgumentError, match="is not cut into micro-batches"):
+            pipe.step(x, target=odd, loss_fn=robust, reduction="mean")
+    assert pipe.step(x, target=target, loss_fn=nn.MSELoss(), reduction="mean").dim() == 0
 
 
 def _eager_step(model, args, rows, loss_fn):
@@ -287,3 +301,157 @@ def test_one_micro_batch_and_hooks_of_the_model_itself_take_the_loss_outside(cla
     classifier.register_forward_hook(lambda m, a, y: y * 2)
     x = torch.randn(ROWS, 6, dtype=torch.float64)
     torch.testing.assert_close(made(classifier).step(x, loss_fn=of_all), of_all(classifier(x)).detach())
+
+
+# -- found by a review ------------------------------------------------------------------------------------------------
+
+
+class Outputs(Classifier):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {
+            "mean over rows": lambda: y.mean(0),
+            "own mean": lambda: y.mean(),
+            "own sum": lambda: y.square().sum(),
+            "turned": lambda: y.t().contiguous(),
+            "weights": lambda: (y, self.a.weight.square().sum()),
+        }[self.how]()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("how", ["mean over rows", "own mean", "own sum", "turned", "weights"])
+def test_outputs_that_are_not_rows_are_not_taken_for_rows(how):
+    torch.manual_seed(0)
+    model = Outputs(how).double()
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    pipe = made(model)
+    loss = nn.MSELoss() if how != "weights" else (lambda y, t: F.mse_loss(y[0], t) + y[1])
+    target = (
+        torch.randn(ROWS, CLASSES, dtype=torch.float64) if how == "weights" else torch.tensor(0.3).double()
+    )
+    reduction = "sum" if how == "weights" else None
+    with pytest.raises(ArgumentError, match="an output is no tensor with a row for each"):
+        pipe.step(x, target=target, loss_fn=loss, reduction=reduction)
+    if how == "own mean":
+        found = pipe.step(x, loss_fn=lambda y: y, reduction="mean")
+        torch.testing.assert_close(found, model(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_without_gradient_is_an_error(classifier):
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    pipe = made(classifier)
+    with pytest.raises(fxsplit.errors.GradientError, match="depends on nothing"):
+        pipe.step(x, loss_fn=lambda y: y.sum().detach(), reduction="sum")
+    classifier.requires_grad_(False)
+    with pytest.raises(fxsplit.errors.GradientError, match="depends on nothing"):
+        pipe.step(x, target=DENSE, loss_fn=nn.MSELoss())
+
+
+def test_what_the_loss_holds_gets_one_sum_at_the_end(classifier):
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    seen = {"scale": [], "weight": []}
+    scale.register_post_accumulate_grad_hook(lambda p: seen["scale"].append(p.grad.clone()))
+    classifier.a.weight.register_post_accumulate_grad_hook(lambda p: seen["weight"].append(p.grad.clone()))
+    calls = []
+
+    def loss(y, t):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("third")
+        return scale * (y - t).square().mean() + classifier.a.weight.square().sum()
+
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    eager = copy.deepcopy(classifier)
+    pipe = made(classifier)
+    with pytest.raises(ValueError, match="third"):
+        pipe.step(x, target=DENSE, loss_fn=loss, reduction="mean")
+    assert scale.grad is None and all(p.grad is None for p in classifier.parameters())
+    calls.extend([1, 1, 1])
+    pipe.step(x, target=DENSE, loss_fn=loss, reduction="mean")
+    twin = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (twin * (eager(x) - DENSE).square().mean() + eager.a.weight.square().sum()).backward()
+    torch.testing.assert_close(scale.grad, twin.grad, rtol=1e-12, atol=1e-12)
+    assert len(seen["scale"]) == len(seen["weight"]) == 1
+    torch.testing.assert_close(seen["weight"][0], eager.a.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_target_may_come_with_its_graph(classifier):
+    teacher = nn.Linear(6, CLASSES).double()
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    eager, twin = copy.deepcopy(classifier), copy.deepcopy(teacher)
+    made(classifier).step(x, target=teacher(x), loss_fn=nn.MSELoss())
+    F.mse_loss(eager(x), twin(x)).backward()
+    torch.testing.assert_close(classifier.c.weight.grad, eager.c.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(teacher.weight.grad, twin.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_calls_the_pipeline_does_not_wait_for_itself(classifier):
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    pipe = made(classifier)
+    with pytest.raises(ArgumentError, match="loss_fn calls the pipeline"):
+        pipe.step(x, loss_fn=lambda y: y.sum() + pipe(x).sum(), reduction="sum")
+    assert pipe(x).shape == (ROWS, CLASSES)
+
+
+def test_a_loss_that_draws_disturbs_no_mask():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.drop(x) * self.w) * self.v
+
+    model, x = Masked(), torch.rand(16, 6)
+    plan = fxsplit.Plan(stages=2, micro_batches=8, checkpoint="always", schedule="1f1b")
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    found = set()
+    for _ in range(5):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = pipe.step(
+            x, loss_fn=lambda y: (y + 0 * torch.randn_like(y)).sum() + torch.rand(()), reduction="sum"
+        )
+        found.add(float(loss))
+        torch.testing.assert_close(model.v.grad.sum(), model.w.grad.sum())  # each is the sum of the outputs
+    assert len(found) == 1
+
+
+def test_threads_and_hooks(classifier):
+    count = []
+    pipe, x = made(classifier), torch.randn(ROWS, 6, dtype=torch.float64)
+    for p in classifier.parameters():
+        p.register_hook(lambda g: count.append(1))
+    threads = [
+        threading.Thread(target=lambda: [pipe.step(x, target=DENSE, loss_fn=nn.MSELoss()) for _ in range(10)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(count) == 40 * len(list(classifier.parameters()))
+
+
+def test_hooks_of_the_pipeline_itself_run(classifier):
+    pipe, seen = made(classifier), []
+    pipe.register_forward_hook(lambda m, args, y: seen.append(y.shape))
+    pipe.step(torch.randn(ROWS, 6, dtype=torch.float64), target=DENSE, loss_fn=nn.MSELoss())
+    assert seen == [(ROWS, CLASSES)]
+
+
+def test_memory_follows_the_schedule():
+    model, batch = build("gpt")
+    args = batch(8)
+    kept = {}
+    for schedule in ("gpipe", "1f1b"):
+        plan = fxsplit.Plan(stages=3, micro_batches=8, schedule=schedule, devices=["cpu:0", "cpu:1", "cpu:2"])
+        pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=args, check=False)
+        kept[schedule] = [live.kept for live in pipe.memory().values()]
+    for s in range(3):
+        assert kept["1f1b"][s] == pytest.approx(kept["gpipe"][s] * (3 - s) / 8, rel=1e-3)

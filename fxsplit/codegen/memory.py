@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..cost.saved import Live, live_bytes, measured_saved
+from ..cost.saved import live_bytes, measured_saved
 from ..graph import compute_nodes
 from ..ir import Assignment, Traced
 from ..plan import Plan
-from ..schedules.catalog import SCHEDULES, in_flight
+from ..schedules.catalog import SCHEDULES, kept_shares
 from .checkpoints import Runs
 
 
@@ -29,6 +29,9 @@ def with_simulated_memory(
         return assignment
     saved = measured_saved(model, traced, inputs)
     nodes = {node.name: node for node in compute_nodes(traced.graph)}
+    count = plan.micro_batches
+    schedule = SCHEDULES[plan.schedule](len(assignment.stages), count, assignment.replicas)
+    shares, busiest = (kept_shares(schedule, len(assignment.stages), count, of) for of in (sum, max))
     found = []
     for stage, names in enumerate(assignment.stages):
         said = assignment.forecast.stages[stage]
@@ -36,27 +39,9 @@ def with_simulated_memory(
         live = live_bytes(saved, [here], [runs[stage]], plan.micro_batches)
         if plan.checkpoint == "except_last":
             plain = live_bytes(saved, [here], [[]], plan.micro_batches).kept
-            live = except_last(live, plain, plan.micro_batches)
-        share = kept_share(plan, assignment, stage)
+            live = live.except_last(plain, plan.micro_batches)
+        apart = len(set(assignment.rows[stage])) > 1
+        share = (busiest if apart else shares)[stage]
         assert said.state is not None
         found.append(replace(said, memory=said.state + round(live.kept * share) + live.peak - live.kept))
     return replace(assignment, forecast=replace(assignment.forecast, stages=tuple(found)))
-
-
-def kept_share(plan: Plan, assignment: Assignment, stage: int) -> float:
-    """The part of what a batch keeps for backward that one device of a stage has at once, by the schedule."""
-    schedule = SCHEDULES[plan.schedule](len(assignment.stages), plan.micro_batches, assignment.replicas)
-    kept = [n for (s, _), n in zip(schedule.labels, in_flight(schedule), strict=True) if s == stage]
-    apart = len(set(assignment.rows[stage])) > 1
-    return (max(kept) if apart else min(sum(kept), plan.micro_batches)) / plan.micro_batches
-
-
-def except_last(again: Live, plain: int, micro_batches: int) -> Live:
-    """What is alive if all micro-batches but the last are recomputed.
-
-    Args:
-        again: if all of them were.
-        plain: bytes that are kept if none is.
-    """
-    kept = again.kept * (micro_batches - 1) // micro_batches + plain // micro_batches
-    return Live(kept, max(kept, again.peak - again.kept + kept))

@@ -51,6 +51,15 @@ class Live:
     kept: int
     peak: int
 
+    def except_last(self, plain: int, micro_batches: int) -> Live:
+        """The same if the last of the micro-batches is not recomputed.
+
+        Args:
+            plain: bytes that are kept if none is.
+        """
+        kept = self.kept * (micro_batches - 1) // micro_batches + plain // micro_batches
+        return Live(kept, max(kept, self.peak - self.kept + kept))
+
 
 def measured_saved(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) -> Saved:
     """Run the graph once on the example and watch what autograd keeps; the model is left as it was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from ..compat import TreeSpec, parameter_hooks_silenced, tree_leaves, tree_map, tree_unflatten
+from ..errors import GradientError
 from ..ir import Program, Stage
 from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
 from ..schedules.actions import Action, Kind, Needs, Schedule
 from ..schedules.needs import dependencies, parameter_chains
-from .loss import MicroLoss
+from .loss import MicroLoss, leaves_of
 from .rng import draw_base_seed, seeded, stage_seed
 from .worker import Context, play, play_serially
 
@@ -76,6 +77,10 @@ class Call:
         self.out_spec = out_spec
         self.loss: MicroLoss | None = None
         self.losses: dict[int, torch.Tensor] = {}
+        self.loss_gradients: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
+        self.loss_turns = threading.Lock()
+        self.differentiable = False
+        self.inside_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
@@ -123,9 +128,16 @@ class Call:
             The weighted loss of each micro-batch, detached.
         """
         self.loss = loss
+        if self.base_seed is None:
+            self.base_seed = draw_base_seed()
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play_lists(self.schedule.workers, self.step_needs())
+        if not self.differentiable:
+            raise GradientError(
+                "the loss depends on nothing that requires a gradient",
+                remedy="pipe(x) computes without gradients",
+            )
         return [self.losses[i] for i in range(len(self.chunks))]
 
     def step_needs(self) -> Needs:
@@ -182,22 +194,48 @@ class Call:
                 self._backward(action)
 
     def _loss(self, action: Action) -> None:
-        """The loss of one micro-batch, and the gradients of the outputs."""
-        assert self.loss is not None
+        """The loss of one micro-batch, and the gradients of the outputs.
+
+        What else the loss depends on (its own parameters, weights that it penalises) gets its gradient at the end of
+        the step, in one sum.
+        """
+        assert self.loss is not None and self.base_seed is not None
         i = action.micro_batch
-        with self._errors_say_where(action), torch.enable_grad():
+        seed = stage_seed(self.base_seed, i, len(self.program.stages))
+        with (
+            self._errors_say_where(action),
+            self.loss_turns,
+            seeded(seed, self.program.stages[-1].device),
+            torch.enable_grad(),
+        ):
             taken = {v: self._take(v, i) for v in sorted(self.results)}
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.program.outputs]
-            part = self.loss(i, tree_unflatten(flat, self.out_spec))
+            with self.inside_loss():
+                part = self.loss(i, tree_unflatten(flat, self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
-            wanted = [leaf for row in leaves.values() for leaf in row if _has_grad(leaf)]
-            for leaf in wanted:
-                leaf.grad = None
+            wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
+            others = [t for t in leaves_of(part) if id(t) not in wanted]
+            found: dict[int, torch.Tensor | None] = {}
             if part.requires_grad:
-                torch.autograd.backward(part)  # parameters of the loss itself get theirs here
+                every = [*wanted.values(), *others]
+                # The graph behind a target that came with one is there for the next micro-batch.
+                gradients = torch.autograd.grad(part, every, retain_graph=True, allow_unused=True)
+                found = {id(t): g for t, g in zip(every, gradients, strict=True)}
             for v, row in leaves.items():
-                self.gradients[v, i] = [leaf.grad if _has_grad(leaf) else None for leaf in row]
+                self.gradients[v, i] = [found.get(id(leaf)) for leaf in row]
+            for t in others:
+                self.loss_gradients.setdefault(id(t), (t, {}))[1][i] = found[id(t)]
             self.losses[i] = part.detach()
+            self.differentiable = self.differentiable or part.requires_grad
+
+    def loss_gradient_sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the loss depends on beside the outputs, and its gradient: added up in the order of micro-batches."""
+        sums = []
+        for tensor, parts in self.loss_gradients.values():
+            terms = [g for _, g in sorted(parts.items()) if g is not None]
+            if terms:
+                sums.append((tensor, sum(terms[1:], terms[0])))
+        return sums
 
     # -- actions -----------------------------------------------------------------------------------------------
 

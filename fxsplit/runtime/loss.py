@@ -13,6 +13,7 @@ from torch import nn
 
 from ..compat import tree_leaves, tree_map
 from ..errors import ArgumentError
+from .microbatch import Merge
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -75,46 +76,100 @@ def check_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
-def in_parts(loss_fn: LossFn, target: Any, rows: Sequence[int], reduction: str | None) -> MicroLoss:
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves of the loss's graph that require a gradient."""
+    found: dict[int, torch.Tensor] = {}
+    seen, waiting = set(), [loss.grad_fn] if loss.grad_fn is not None else []
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return list(found.values())
+
+
+def in_parts(
+    loss_fn: LossFn, target: Any, rows: Sequence[int], reduction: str | None, merges: Sequence[Merge]
+) -> MicroLoss:
     """The loss in parts whose sum is the loss of the whole batch.
 
     Args:
         target: a tensor with a row for each of the batch, or any structure of such; None for none.
         rows: of each micro-batch.
         reduction: ``"mean"`` or ``"sum"`` over rows; None to know it from `loss_fn`.
+        merges: how the outputs of micro-batches become those of the batch.
 
     Raises:
-        ArgumentError: the reduction of `loss_fn` is not known, or the target has no row for each of the batch.
+        ArgumentError: the reduction of `loss_fn` is not known, the outputs are not rows, or the target has no row for
+            each of the batch.
     """
     targets = _split(target, rows) if target is not None else []
     by_rows = [n / sum(rows) for n in rows]
-    if reduction is not None and reduction not in ("mean", "sum"):
+    if reduction not in (None, "mean", "sum"):
         raise ArgumentError(f"reduction={reduction!r} is not known", remedy='reduction="mean" or "sum"')
-    if reduction is not None:
-        return MicroLoss(loss_fn, targets, by_rows if reduction == "mean" else [1.0] * len(rows))
     kind, settings = _known(loss_fn)
     said = settings.get("reduction", "mean")
+    if kind is not None and reduction is not None and reduction != said.replace("batchmean", "mean"):
+        raise ArgumentError(
+            f"reduction={reduction!r}, but that of {_name(loss_fn)} is {said!r}",
+            remedy="leave out reduction=",
+        )
+    _check_rows(merges, reduction)
+    if reduction is not None and kind is None:
+        return MicroLoss(loss_fn, targets, by_rows if reduction == "mean" else [1.0] * len(rows))
     if kind is not None and said == "sum":
         return MicroLoss(loss_fn, targets, [1.0] * len(rows))
     if kind in _BY_ROWS and said in ("mean", "batchmean"):
         return MicroLoss(loss_fn, targets, by_rows)
-    if kind in _BY_TARGETS and said == "mean" and targets:
+    if kind in _BY_TARGETS and said == "mean" and targets and not _smooths_over_nothing(settings):
         counts = [_counted(part, settings) for part in targets]
         total = sum(counts)
         # Without any target that counts the loss is not a number, as it is for the whole batch.
         return MicroLoss(loss_fn, targets, [c / total for c in counts] if total else by_rows)
     raise ArgumentError(
-        f"how {getattr(loss_fn, '__name__', type(loss_fn).__name__)} reduces a batch to a number is not known, and this "
-        "schedule computes it for each micro-batch",
+        f"how {_name(loss_fn)} reduces a batch to a number is not known, and this schedule computes it for each "
+        "micro-batch",
         remedy='step(..., reduction="mean") if it is a mean over rows, "sum" if it is a sum; or Plan(schedule="gpipe"), '
         "which computes it once for the whole batch",
     )
 
 
+def _name(loss_fn: LossFn) -> str:
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
+
+
+def _check_rows(merges: Sequence[Merge], reduction: str | None) -> None:
+    """The parts add up to the whole if the outputs are rows, or means of rows in a mean."""
+    for merge in merges:
+        rows = merge.how == "rows" and (merge.dim == 0 or reduction is not None)
+        if not rows and not (merge.how == "mean" and reduction == "mean"):
+            raise ArgumentError(
+                "an output is no tensor with a row for each of the batch in dimension 0, so the loss of the batch is not "
+                "the sum of those of micro-batches",
+                remedy='Plan(schedule="gpipe"), which computes the loss once for the whole batch',
+            )
+
+
+def _smooths_over_nothing(settings: Mapping[str, Any]) -> bool:
+    """Label smoothing spreads over all classes: also where those of a micro-batch weigh nothing."""
+    weight = settings.get("weight")
+    return bool(settings.get("label_smoothing") and weight is not None and (weight == 0).any())
+
+
+# Arguments that are the reduction by another name, or what is given to the loss itself.
+_NOT_SETTINGS = ("size_average", "reduce", "input", "target")
+
+
 def _known(loss_fn: LossFn) -> tuple[Any, Mapping[str, Any]]:
     """The loss of PyTorch that this is, and its settings."""
-    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+    if isinstance(loss_fn, functools.partial):
         kind, settings = _known(loss_fn.func)
+        if loss_fn.args or any(name in loss_fn.keywords for name in _NOT_SETTINGS):
+            return None, {}
         return kind, {**settings, **loss_fn.keywords}
     kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     if kind not in (*_BY_ROWS, *_BY_TARGETS):
@@ -135,7 +190,12 @@ def _counted(target: Any, settings: Mapping[str, Any]) -> float:
 
 def _split(target: Any, rows: Sequence[int]) -> list[Any]:
     for leaf in tree_leaves(target):
-        if _is_tensor(leaf) and leaf.dim() and leaf.size(0) != sum(rows):
+        if not _is_tensor(leaf) and leaf is not None:
+            raise ArgumentError(
+                f"a target is a {type(leaf).__name__}, which is not cut into micro-batches",
+                remedy="tensors in the target, and what is not about rows in loss_fn itself",
+            )
+        if leaf is not None and leaf.dim() and leaf.size(0) != sum(rows):
             raise ArgumentError(
                 f"a target of shape {tuple(leaf.shape)} has no row for each of the {sum(rows)} of the batch",
                 remedy="rows first in the target, and flatten them in loss_fn; what is not about rows: in loss_fn itself",

@@ -27,7 +27,7 @@ from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
 from ..schedules.actions import Schedule
-from ..schedules.catalog import SCHEDULES
+from ..schedules.catalog import SCHEDULES, kept_shares
 from ..schedules.needs import dependencies
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
@@ -121,6 +121,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
+        self._check_not_in_loss()
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -201,10 +202,10 @@ class Pipeline(nn.Module):
             ArgumentError, BatchError: as a call.
         """
         with torch.enable_grad():
-            if self.plan.schedule != "gpipe" and not has_hooks(self.model):
+            if self.plan.schedule != "gpipe" and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
-                    loss_of = in_parts(loss_fn, target, rows, reduction)
+                    loss_of = in_parts(loss_fn, target, rows, reduction, self.active.merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
             output = self(*args, **kwargs)
             loss = loss_fn(output) if target is None else loss_fn(output, target)
@@ -223,14 +224,36 @@ class Pipeline(nn.Module):
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
             runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            call.inside_loss = self._inside_loss
             losses, gradients = runner.step(loss_of)
-        # Autograd adds them to .grad, and runs the hooks of parameters.
-        pairs = [
-            (t, g) for t, g in zip((*inputs, *parameters.values()), gradients, strict=True) if g is not None
-        ]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            found = {
+                id(t): (t, g)
+                for t, g in zip((*inputs, *parameters.values()), gradients, strict=True)
+                if g is not None
+            }
+            for tensor, gradient in call.loss_gradient_sums():
+                known = found.get(id(tensor))
+                found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
+            # Autograd adds them to .grad, and runs the hooks of parameters.
+            torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
         return sum(losses[1:], losses[0])
+
+    @contextlib.contextmanager
+    def _inside_loss(self) -> Iterator[None]:
+        """While a worker computes the loss: a call of this pipeline would wait for the step, which waits for it."""
+        mine = _LOSSES.__dict__.setdefault("locks", set())
+        mine.add(id(self._lock))
+        try:
+            yield
+        finally:
+            mine.discard(id(self._lock))
+
+    def _check_not_in_loss(self) -> None:
+        if id(self._lock) in _LOSSES.__dict__.get("locks", ()):
+            raise ArgumentError(
+                f"loss_fn calls the pipeline, which is in the middle of its step under schedule={self.plan.schedule!r}",
+                remedy='Plan(schedule="gpipe"), whose loss is computed after all forwards; or call pipe.unsplit()',
+            )
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
@@ -404,18 +427,24 @@ class Pipeline(nn.Module):
         with self._lock:
             saved = measured_saved(self.model, self.traced, self._example_now())
         order = {n.name: n for n in self.traced.graph.nodes}
+        count = len(self.micro_batches(self.example)[1])
+        shares = kept_shares(self.schedule_for(count), len(self.stages), count)
         found: dict[torch.device, Live] = {}
         for device in dict.fromkeys(self.devices):
             here = [s for s in self.stages if s.device == device]
-            stages = [[order[name] for name in stage.nodes] for stage in here]
-            regions = [region_runs(stage) for stage in here]
-            count = len(self.micro_batches(self.example)[1])
-            found[device] = live_bytes(saved, stages, regions, count)
-            if self.plan.checkpoint == "except_last":
-                plain = live_bytes(saved, stages, [[] for _ in here], count).kept // count
-                again = found[device]
-                kept = again.kept * (count - 1) // count + plain
-                found[device] = Live(kept, max(kept, again.peak - again.kept + kept))
+            # Stages that keep all micro-batches share storages; of others each is counted for itself.
+            groups = [here] if all(shares[s.index] == 1 for s in here) else [[s] for s in here]
+            kept = work = 0
+            for group in groups:
+                stages = [[order[name] for name in stage.nodes] for stage in group]
+                regions = [region_runs(stage) for stage in group]
+                live = live_bytes(saved, stages, regions, count)
+                if self.plan.checkpoint == "except_last":
+                    plain = live_bytes(saved, stages, [[] for _ in group], count).kept
+                    live = live.except_last(plain, count)
+                kept += round(live.kept * shares[group[0].index])
+                work = max(work, live.peak - live.kept)
+            found[device] = Live(kept, kept + work)
         return found
 
     def staircase(self) -> str:
@@ -517,6 +546,9 @@ def verify(pipe: Pipeline) -> str:
             remedy="fxsplit.verify(fxsplit.compile(model, plan, example_args=(x,)))",
         )
     return pipe.verify()
+
+
+_LOSSES = threading.local()  # of which pipelines this thread computes the loss
 
 
 class _Guarded(Runner):

@@ -64,7 +64,9 @@ class Schedule:
         for number, line in enumerate(text.splitlines(), start=1):
             fields = [field.strip() for field in line.split(",")]
             rows.append(tuple(_action(field, number) for field in fields if field))
-        firsts = [row[0].stage if row else number for number, row in enumerate(rows)]
+        firsts: list[int] = []
+        for row in rows:  # a worker without actions is a replica of the stage before
+            firsts.append(row[0].stage if row else firsts[-1] if firsts else 0)
         labels = tuple((stage, firsts[:i].count(stage)) for i, stage in enumerate(firsts))
         return cls(name, tuple(rows), labels)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ..errors import ScheduleError
 from .actions import Action, Schedule
 
 
@@ -51,7 +52,7 @@ def interleaved_1f1b(stages: int, micro_batches: int, workers: int) -> Schedule:
     Bubble where p divides m: (p - 1) / (v m + p - 1). Memory: worker r keeps at most 2 (p - r - 1) + (v - 1) p + 1
     micro-batches of one stage.
     """
-    chunks = stages // workers
+    chunks = _chunks(stages, workers)
     rows = []
     for r in range(workers):
         # Rounds of p micro-batches; the last one is filled up with some that are left out again, which keeps the order.
@@ -74,6 +75,7 @@ def breadth_first(stages: int, micro_batches: int, workers: int) -> Schedule:
     Bubble where m is at least p: (p - 1) / (v m + p - 1). Memory: every worker keeps all m micro-batches of all its
     stages.
     """
+    _chunks(stages, workers)
     everything = range(micro_batches)
     rows = []
     for r in range(workers):
@@ -87,7 +89,7 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
     """1F1B with backward in two: gradients of inputs (I) at once, gradients of weights (W) where there is time.
 
     ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023). Idle time of a worker where m is at least p:
-    (p - 1)(F + I - W), which is (p - 1) F if all three take as long. Memory: as 1F1B's first stage, p micro-batches.
+    (p - 1)(F + I - W) if W takes no longer than F and I, which is (p - 1) F if all three take as long. Memory: as 1F1B's first stage, p micro-batches.
     """
     rows = []
     for s in range(stages):
@@ -109,6 +111,7 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
     stage are kept, then gradients of weights; played on a clock on which all three take as long. Idle time where p
     divides m: (p - 1) F, F being the forward of one of its v stages.
     """
+    _chunks(stages, workers)
     room = stages + workers - 1
     rows: list[list[Action]] = [[] for _ in range(workers)]
     kept = [0] * workers
@@ -160,6 +163,29 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(found)
 
 
+def kept_shares(
+    schedule: Schedule, stages: int, micro_batches: int, of: Callable[[Iterable[int]], int] = sum
+) -> list[float]:
+    """Per stage the part of the micro-batches that is kept at once, for schedules with one stage on each worker.
+
+    Args:
+        of: of the replicas of a stage, what they keep together (`sum`), or the busiest of them (`max`).
+    """
+    kept: list[list[int]] = [[] for _ in range(stages)]
+    for (stage, _), most in zip(schedule.labels, in_flight(schedule), strict=True):
+        kept[stage].append(most)
+    return [min(of(row), micro_batches) / micro_batches for row in kept]
+
+
+def _chunks(stages: int, workers: int) -> int:
+    if workers < 1 or stages % workers:
+        raise ScheduleError(
+            f"{stages} stages are not shared out evenly to {workers} workers",
+            remedy="a multiple of the workers",
+        )
+    return stages // workers
+
+
 def _alternating(forward: Sequence[Action], backward: Sequence[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forward))
@@ -172,6 +198,11 @@ def _alternating(forward: Sequence[Action], backward: Sequence[Action], warm_up:
 def _with_replicas(name: str, rows: Iterable[Sequence[Action]], replicas: Sequence[int] | None) -> Schedule:
     """Micro-batch i of a stage with r replicas runs on its worker i mod r, in the order of the stage."""
     workers, labels = [], []
+    rows = list(rows)
+    if replicas and len(replicas) != len(rows):
+        raise ScheduleError(
+            f"replicas lists {len(replicas)} numbers for {len(rows)} stages", remedy="one for each stage"
+        )
     for stage, row in enumerate(rows):
         count = replicas[stage] if replicas else 1
         for replica in range(count):
