@@ -68,7 +68,12 @@ def test_private_names_of_torch_live_in_one_module():
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--checkpoint", "except_last", "--replicas", "2", "--micro-batches", "3"]]
+    "options",
+    [
+        [],
+        ["--checkpoint", "except_last", "--replicas", "2", "--micro-batches", "3"],
+        ["--schedule", "1f1b"],
+    ],
 )
 def test_demo(capsys, options):
     assert main(["demo", "--seconds", "0.2", "--layers", "2", "--batch", "6", *options]) == 0

@@ -76,7 +76,7 @@ def _train(eager: nn.Module, pipe: Pipeline, codes: Tensor, batch: int, seconds:
             began = time.perf_counter()
             expected = _eager_step(eager, pipe, characters, following)
             between = time.perf_counter()
-            loss = pipe.step(characters, target=following, loss_fn=_loss)
+            loss = pipe.step(characters, target=following, loss_fn=_loss, reduction="mean")
             spent["eager"] += between - began
             spent["split"] += time.perf_counter() - between
             for optimizer in optimizers:
