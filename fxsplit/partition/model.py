@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
 from ..ir import NodeFacts, TensorSpec, Traced
 from ..plan import Budget, Plan
-from ..schedules.catalog import SCHEDULES, in_flight
+from ..schedules.catalog import SCHEDULES, kept_shares
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit
 
@@ -287,7 +287,7 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     return Slot(
         rows[slowest % len(rows)],
         load,
-        _room(plan, r if apart else 1, numbers[0], len(devices)),
+        _room(plan, _kept_share(plan, numbers[0], [r] * len(devices), max if apart else sum)),
         memory,
         tuple(numbers),
     )
@@ -301,7 +301,8 @@ def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[
     load = Weights(work=share, traffic=_seconds_per_byte(plan, stage) * share)
     workers = tuple(range(first, first + counts[stage]))
     limit = memory_limit(plan, stage, devices)
-    return Slot(rows[stage % len(rows)], load, _room(plan, 1, stage, len(devices)), limit, workers)
+    room = _room(plan, _kept_share(plan, stage, counts, sum))
+    return Slot(rows[stage % len(rows)], load, room, limit, workers)
 
 
 def _seconds_per_byte(plan: Plan, number: int) -> float:
@@ -341,19 +342,20 @@ def memory_limit(plan: Plan, number: int, devices: Sequence[str]) -> float:
     return int(memory) / together
 
 
-def _room(plan: Plan, replicas: int, stage: int, stages: int) -> Weights:
+def _kept_share(plan: Plan, stage: int, replicas: Sequence[int], of: Callable[[Iterable[int]], int]) -> float:
+    """The part of the micro-batches that a stage keeps on one device; an earlier stage keeps no less."""
+    count = len(replicas)
+    schedule = SCHEDULES[plan.schedule](count, plan.micro_batches, replicas)
+    return kept_shares(schedule, count, plan.micro_batches, of)[stage]
+
+
+def _room(plan: Plan, share: float) -> Weights:
     """What a stage needs: parameters with their copies, and what is kept for the micro-batches in flight.
 
-    Of what a batch like the example keeps, it is the part of the micro-batches in flight.
-
     Args:
-        replicas: on devices of their own.
-        stage, stages: where the stage stands; a lower number of an earlier one is on the safe side.
+        share: the part of what a batch like the example keeps.
     """
     m = plan.micro_batches
-    schedule = SCHEDULES[plan.schedule](stages, m, [replicas] * stages)
-    kept = [n for (s, _), n in zip(schedule.labels, in_flight(schedule), strict=True) if s == stage]
-    share = max(kept) / m
     copies = float(parameter_copies(plan.optimizer_states))
     if plan.optimizer_states is None:
         return Weights(parameters=copies, traffic=1 / m)

@@ -31,9 +31,7 @@ _COARSE = 96  # positions of the first, coarse pass
 _PAIRS = 4_000_000  # intervals that an exact pass may look at: less than half a second
 _FILLINGS = 20  # orders in which branches fill up stages, that are tried at most
 _FILLED_UNITS = 30_000  # and at most so many units of them together
-_MIXED_UNITS = (
-    1500  # of programs whose branches fill each other up, that a local search is worth its time for
-)
+_MIXED_UNITS = 1500  # where branches fill each other up, a local search of so many is worth its time
 _HEATS = (0.2, 0.05, 0.01)  # of the local searches, one from what the other found
 _NEAR = 24  # positions on each side of a cut that the second pass looks at
 _TIES = 400  # positions among which ties are broken

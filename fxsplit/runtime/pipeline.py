@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
@@ -16,9 +15,9 @@ from torch import nn
 
 from ..batch import BatchDims
 from ..compat import tree_unflatten
-from ..cost.saved import Live, live_bytes, measured_saved
+from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
-from ..graph import bind, is_within, region_modules, region_runs, resolve
+from ..graph import bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
@@ -31,9 +30,11 @@ from ..schedules.catalog import SCHEDULES, kept_shares
 from ..schedules.needs import dependencies
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
-from .autograd import PipelineFunction, Runner
+from .autograd import PipelineFunction
 from .execute import Call
+from .guarded import Guarded, check_not_in_loss, inside_loss
 from .hooks import call_with_hooks, has_hooks
+from .kept import kept_by_device
 from .loss import MicroLoss, check_loss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
@@ -121,7 +122,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
-        self._check_not_in_loss()
+        check_not_in_loss(self._lock, self.plan.schedule)
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -144,7 +145,7 @@ class Pipeline(nn.Module):
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             call = self._call(chunks, parameters, grad=grad)
-            runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             if grad:
                 tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
                     runner, *inputs, *parameters.values()
@@ -223,8 +224,8 @@ class Pipeline(nn.Module):
             self._use_current_modules()
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
-            runner = _Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
-            call.inside_loss = self._inside_loss
+            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            call.inside_loss = functools.partial(inside_loss, self._lock)
             losses, gradients = runner.step(loss_of)
             found = {
                 id(t): (t, g)
@@ -237,23 +238,6 @@ class Pipeline(nn.Module):
             # Autograd adds them to .grad, and runs the hooks of parameters.
             torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
         return sum(losses[1:], losses[0])
-
-    @contextlib.contextmanager
-    def _inside_loss(self) -> Iterator[None]:
-        """While a worker computes the loss: a call of this pipeline would wait for the step, which waits for it."""
-        mine = _LOSSES.__dict__.setdefault("locks", set())
-        mine.add(id(self._lock))
-        try:
-            yield
-        finally:
-            mine.discard(id(self._lock))
-
-    def _check_not_in_loss(self) -> None:
-        if id(self._lock) in _LOSSES.__dict__.get("locks", ()):
-            raise ArgumentError(
-                f"loss_fn calls the pipeline, which is in the middle of its step under schedule={self.plan.schedule!r}",
-                remedy='Plan(schedule="gpipe"), whose loss is computed after all forwards; or call pipe.unsplit()',
-            )
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
@@ -426,26 +410,9 @@ class Pipeline(nn.Module):
         """
         with self._lock:
             saved = measured_saved(self.model, self.traced, self._example_now())
-        order = {n.name: n for n in self.traced.graph.nodes}
         count = len(self.micro_batches(self.example)[1])
         shares = kept_shares(self.schedule_for(count), len(self.stages), count)
-        found: dict[torch.device, Live] = {}
-        for device in dict.fromkeys(self.devices):
-            here = [s for s in self.stages if s.device == device]
-            # Stages that keep all micro-batches share storages; of others each is counted for itself.
-            groups = [here] if all(shares[s.index] == 1 for s in here) else [[s] for s in here]
-            kept = work = 0
-            for group in groups:
-                stages = [[order[name] for name in stage.nodes] for stage in group]
-                regions = [region_runs(stage) for stage in group]
-                live = live_bytes(saved, stages, regions, count)
-                if self.plan.checkpoint == "except_last":
-                    plain = live_bytes(saved, stages, [[] for _ in group], count).kept
-                    live = live.except_last(plain, count)
-                kept += round(live.kept * shares[group[0].index])
-                work = max(work, live.peak - live.kept)
-            found[device] = Live(kept, kept + work)
-        return found
+        return kept_by_device(saved, self.traced, self.stages, shares, count, self.plan.checkpoint)
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
@@ -546,40 +513,3 @@ def verify(pipe: Pipeline) -> str:
             remedy="fxsplit.verify(fxsplit.compile(model, plan, example_args=(x,)))",
         )
     return pipe.verify()
-
-
-_LOSSES = threading.local()  # of which pipelines this thread computes the loss
-
-
-class _Guarded(Runner):
-    """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward."""
-
-    def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
-        super().__init__(*args)
-        self._pipeline_lock = lock
-        self._written = [resolve(model, name) for stage in program.stages for name in stage.writes]
-
-    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        with self._buffers_as_before():
-            return super().forward()
-
-    def step(self, loss_of: MicroLoss) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        with self._buffers_as_before():
-            return super().step(loss_of)
-
-    @contextlib.contextmanager
-    def _buffers_as_before(self) -> Iterator[None]:
-        """After an error, buffers have the contents that they had before."""
-        before = [buffer.detach().clone() for buffer in self._written]
-        try:
-            yield
-        except BaseException:
-            for buffer, value in zip(self._written, before, strict=True):
-                buffer.data.copy_(value)
-            raise
-
-    def backward(
-        self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
-    ) -> list[torch.Tensor | None]:
-        with self._pipeline_lock:
-            return super().backward(gradients, keep_graph=keep_graph)
