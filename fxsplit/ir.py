@@ -238,7 +238,8 @@ class Assignment:
         devices: per stage.
         loads: per stage, the cost that the plan weighed, in `Forecast.unit`.
         cost: the name of that cost.
-        costs: node name → what the node adds to the load of its stage, on the first kind of device.
+        costs: node name → what the node adds to the load of its stage, on the first kind of device. To read a
+            parameter or buffer is left out where it costs nothing.
         rows: per stage the devices of its replicas; `devices` are their first ones.
         forecast: what the plan comes to, by the figures it was made of.
         device_map: module path → device (or device and output device), where that says this placement; else why not.

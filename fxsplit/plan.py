@@ -68,7 +68,7 @@ class Plan:
             optimizer states, and what is kept for backward where nothing is recomputed), ``"flops"`` (floating point operations of forward
             and backward), ``"roofline"`` (seconds on the described `hardware`: the larger of FLOPs by its rate and
             bytes by its bandwidth), or ``"time"`` (forward and backward of each node, measured on the example,
-            in seconds). Or seconds of your own: a function of `fxsplit.NodeCost`, or ``{node name: seconds}``,
+            in seconds). Or seconds of your own: a function of `fxsplit.NodeCost` (to read a parameter takes none), or ``{node name: seconds}``,
             such as ``pipe.assignment.costs``. Where a load is in seconds, the distinct bytes that enter and
             leave a stage count too, by the link of the `hardware`.
         hardware: a `fxsplit.Device` that describes each device, or the name of a known one such as

@@ -99,6 +99,7 @@ def work_of(
     """
     cost = plan.cost
     nodes = [node.name for node in compute_nodes(traced.graph)]
+    reads = {node.name for node in compute_nodes(traced.graph) if node.op == "get_attr"}  # they take no time
     if cost == "params":
         return parameter_bytes(model, traced)
     if isinstance(cost, Mapping):
@@ -111,27 +112,28 @@ def work_of(
                 remedy='cost="roofline", hardware="A100-80GB"',
             )
         seconds = measured_seconds(model, traced, inputs)
-        return {name: seconds[name] * (1 + again[name] / (1 + BACKWARD)) for name in nodes}
+        times = {name: 1 + again[name] / (1 + BACKWARD) for name in nodes}
+        return {name: 0.0 if name in reads else seconds[name] * times[name] for name in nodes}
     assert figures is not None
     if cost == "memory":
         copies, training = parameter_copies(plan.optimizer_states), plan.optimizer_states is not None
         states = parameter_bytes(model, traced, copies=copies)
         return {name: states[name] + training * figures[name].saved for name in nodes}
     backward = BACKWARD if plan.optimizer_states is not None else 0
-    times = {name: 1 + backward + (again[name] if backward else 0) for name in nodes}
+    passes = {name: 1 + backward + (again[name] if backward else 0) for name in nodes}
     if cost == "flops":
-        return {name: float(times[name] * figures[name].flops) for name in nodes}
+        return {name: float(passes[name] * figures[name].flops) for name in nodes}
     if cost == "roofline":
-        return {name: times[name] * roofline_seconds(figures[name], device) for name in nodes}
+        return {name: passes[name] * roofline_seconds(figures[name], device) for name in nodes}
     assert callable(cost)
-    return _checked({name: _called(cost, figures[name]) for name in nodes})
+    return _checked({name: 0.0 if name in reads else _called(cost, figures[name]) for name in nodes})
 
 
 def _given(traced: Traced, cost: Mapping[str, float]) -> dict[str, float]:
-    """The user's seconds; a parameter that is read costs nothing unless they say so."""
+    """The user's seconds; to read a parameter takes none."""
     nodes = {node.name: node for node in compute_nodes(traced.graph)}
     unknown = [name for name in cost if name not in nodes]
-    missing = [name for name, node in nodes.items() if name not in cost and node.op != "get_attr"]
+    missing = [name for name, node in nodes.items() if node.op != "get_attr" and name not in cost]
     if unknown or missing:
         raise PlanError(
             f"cost= names {unknown[0]!r}, which is no node of the graph"

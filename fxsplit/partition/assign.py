@@ -81,6 +81,7 @@ def partition(
     if cut.order != tuple(range(len(units))):
         traced = reordered(traced, [name for names in stages for name in names])
     rows = _rows(plan, cut, devices)
+    reads = {node.name for node in compute_nodes(traced.graph) if node.op == "get_attr"}
     counted = any(any(work.values()) for work in figures.works)
     moving = travels(problem, cut)
     found = stage_figures(problem, cut, moving)
@@ -98,7 +99,7 @@ def partition(
         tuple(row[0] for row in rows),
         tuple(f.load for f in found),
         name_of(plan) if counted else "nodes",
-        dict(figures.works[0]),
+        {name: work for name, work in figures.works[0].items() if work or name not in reads},
         rows,
         forecast,
     )
