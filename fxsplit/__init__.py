@@ -1,6 +1,7 @@
 """fxsplit: split an unchanged PyTorch model into readable pipeline stages, and prove that the split is the model."""
 
 from . import errors, testing
+from .actions import Action, Schedule
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
 from .cost.model import NodeCost
@@ -9,7 +10,6 @@ from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Budget, Plan
 from .runtime.pipeline import Pipeline, verify
-from .schedules.actions import Action, Schedule
 
 __version__ = "0.1.0"
 __all__ = [

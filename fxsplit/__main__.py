@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--stages", type=int, default=3)
     demo.add_argument("--micro-batches", type=int, default=4)
     demo.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    demo.add_argument("--workers", type=int, help="that share the stages, for schedules with several on each")
     demo.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
     demo.add_argument("--replicas", type=int, default=1, help="workers for each stage (default: 1)")
     demo.add_argument("--cost", choices=COSTS, default="params", help="what the automatic cut balances")
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--memory", help="of each device, such as 40GB, instead of the hardware's")
     plan.add_argument("--micro-batches", type=int, default=1)
     plan.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    plan.add_argument("--workers", type=int, help="that share the stages, each with a device of its own")
     plan.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
     plan.add_argument(
         "--optimizer-states", type=int, default=2, help="values for each parameter; Adam: 2 (default)"
@@ -88,6 +90,7 @@ def _demo(options: argparse.Namespace) -> None:
         devices=devices[0] if devices and len(devices) == 1 else devices,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
+        workers=options.workers,
         checkpoint=options.checkpoint,
         replicas=options.replicas,
     )
@@ -102,9 +105,10 @@ def _plan(options: argparse.Namespace) -> None:
         cost=options.cost,
         hardware=hardware[0] if len(hardware) == 1 else hardware or None,
         # Numbered, so that each has a memory of its own; they need not be there.
-        devices=[f"cuda:{i}" for i in range(options.stages)] if options.stages > 0 else None,
+        devices=[f"cuda:{i % (options.workers or options.stages)}" for i in range(options.stages)] or None,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
+        workers=options.workers,
         checkpoint=options.checkpoint,
         optimizer_states=None if options.inference else options.optimizer_states,
         replicas="auto" if options.auto_replicas else 1,

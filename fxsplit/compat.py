@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree  # torch 2.13: the pytree that transformers and torch.export register with
+from torch.utils import (
+    _python_dispatch,  # torch 2.13
+    _pytree,  # torch 2.13: the pytree that transformers and torch.export register with
+)
 
 TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
+TorchDispatchMode = _python_dispatch.TorchDispatchMode  # torch 2.13
 
 
 class _Record:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .compat import tree_map
 from .errors import GradientError, GuardError
+from .rng import Stream
 
 
 def transfer(value: Any, device: torch.device) -> Any:
@@ -115,12 +116,13 @@ def checkpoint(region: Any, *values: Any) -> Any:
     if not (_mode.recompute and torch.is_grad_enabled()):
         return region(*values)
     buffers = [_attribute(region, name) for name in region.meta["writes"]]
+    stream = Stream.current() if region.meta["random"] else None
     return _torch_checkpoint(
         region,
         *values,
         use_reentrant=False,
-        preserve_rng_state=region.meta["random"],
-        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers)),
+        preserve_rng_state=region.meta["random"] and stream is None,
+        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers, stream)),
     )
 
 
@@ -139,8 +141,10 @@ class _Replayed:
     parameters have been written to since, or the mode is another one.
     """
 
-    def __init__(self, region: torch.nn.Module, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, region: torch.nn.Module, buffers: list[torch.Tensor], stream: Stream | None) -> None:
         self.region, self.buffers = region, buffers
+        self.stream = None if stream is None else stream.copy()
+        self.drawing = contextlib.ExitStack()
         self.seen = [buffer.detach().clone() for buffer in buffers]
         self.now: list[torch.Tensor] = []
         self.versions = [p._version for p in region.parameters()]
@@ -161,8 +165,11 @@ class _Replayed:
             )
         self.now = [buffer.detach().clone() for buffer in self.buffers]
         self._write(self.seen)
+        if self.stream is not None:
+            self.drawing.enter_context(self.stream.copy())  # it may be computed again once more
 
     def __exit__(self, *exc: object) -> None:
+        self.drawing.close()
         self._write(self.now)
 
     def _write(self, values: list[torch.Tensor]) -> None:

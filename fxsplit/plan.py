@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from .actions import Schedule
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
@@ -19,7 +20,8 @@ from .sizes import nbytes_of
 
 COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
+SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
 CHECKPOINTS = ("always", "except_last", "never")
 
 
@@ -93,8 +95,13 @@ class Plan:
 
     Args:
         micro_batches: the number of micro-batches that a batch is split into, at most.
-        schedule: ``"gpipe"`` (Huang et al., 2019), or ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
-            micro-batches in `Pipeline.step`; a call ``pipe(x)`` with its loss outside goes forward with all first.
+        schedule: ``"gpipe"`` (Huang et al., 2019); ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
+            micro-batches in `Pipeline.step`; ``"zb_h1"`` (Qi et al., 2023), with backward in two and a smaller
+            bubble; with several stages on each of the `workers` ``"interleaved_1f1b"``, ``"breadth_first"``
+            (Lamy-Poirier, 2023) and ``"interleaved_zero_bubble"``; or a `fxsplit.Schedule` of your own, such as
+            ``Schedule.from_csv(text)``. A call ``pipe(x)`` with its loss outside goes forward with all first.
+        workers: how many workers the stages of such a schedule share: stage s runs on worker s mod workers. Default:
+            one for each of the list of `devices`, which then has one device for each worker.
         checkpoint: what is not kept for backward but computed again: everything, of the micro-batches
             ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes); or, in all of them, the modules
             of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as
@@ -121,7 +128,8 @@ class Plan:
     max_memory: Mapping[Any, Any] | None = None
     no_split_module_classes: str | type[nn.Module] | Sequence[Any] | None = None
     micro_batches: int = 1
-    schedule: str = "gpipe"
+    schedule: str | Schedule = "gpipe"
+    workers: int | None = None
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int | str | Sequence[int] = 1
     batch_dims: Mapping[str, int | None] | None = None
@@ -130,9 +138,9 @@ class Plan:
         self._one_way_to_cut()
         self._check_cost()
         self._check_choice("effort", EFFORTS)
-        self._check_choice("schedule", SCHEDULES)
         self._check_checkpoint()
         _check_positive("micro_batches", self.micro_batches)
+        self._check_schedule()
         if self.devices is not None:
             self._check_devices()
         self._check_replicas()
@@ -229,6 +237,60 @@ class Plan:
                 remedy='"always", "except_last", "never", ["h.4", "h.5"], a function (path, module) -> bool, '
                 'or fxsplit.Budget("2GiB")',
             )
+
+    def _check_schedule(self) -> None:
+        if isinstance(self.schedule, Schedule):
+            self._check_own_schedule(self.schedule)
+        elif not isinstance(self.schedule, str):
+            raise PlanError(
+                f"schedule={self.schedule!r} is no schedule",
+                remedy=f"one of {', '.join(SCHEDULES)}, or fxsplit.Schedule.from_csv(text)",
+            )
+        else:
+            self._check_choice("schedule", SCHEDULES)
+        if self.schedule in SHARED_WORKERS:
+            if self.workers is None and isinstance(self.devices, list | tuple):
+                self._set("workers", len(set(map(str, self.devices))))
+            if self.workers is None:
+                raise PlanError(
+                    f"schedule={self.schedule!r} has several stages on each worker, but workers= is not set",
+                    remedy="workers=2",
+                )
+            _check_positive("workers", self.workers)
+            self._share_devices(self.workers)
+        elif self.workers is not None:
+            raise PlanError(
+                f"workers={self.workers} shares stages out, but "
+                + ("schedule= lists its own workers" if isinstance(self.schedule, Schedule) else "")
+                + (
+                    f"schedule={self.schedule!r} has a worker for each stage" * isinstance(self.schedule, str)
+                ),
+                remedy=f"one of {', '.join(SHARED_WORKERS)}, or leave out workers=",
+            )
+
+    def _check_own_schedule(self, own: Schedule) -> None:
+        stages = self.stage_count()
+        if stages is not None and stages != own.stages:
+            raise PlanError(
+                f"{self.ways_to_cut()[0]}= asks for {stages} stages, but schedule= plays {own.stages}",
+                remedy=f"stages={own.stages}, or a schedule for {stages}",
+            )
+        if self.micro_batches != own.micro_batches:
+            raise PlanError(
+                f"micro_batches={self.micro_batches}, but schedule= plays {own.micro_batches}",
+                remedy=f"micro_batches={own.micro_batches}",
+            )
+        if self.replicas != 1:
+            raise PlanError(
+                f"replicas={self.replicas!r}, but schedule= lists its own workers",
+                remedy="micro-batches of one stage on several workers in the schedule itself, or leave out replicas=",
+            )
+
+    def _share_devices(self, workers: int) -> None:
+        """A list of one device for each worker becomes one for each stage."""
+        stages = self.stage_count()
+        if isinstance(self.devices, list | tuple) and stages and len(self.devices) == workers:
+            self._set("devices", [self.devices[s % workers] for s in range(stages)])
 
     def _check_cost(self) -> None:
         value = self.cost
@@ -353,6 +415,18 @@ class Plan:
                 f"{field}={value!r} is not known", remedy=did_you_mean(str(value), choices, label="choices")
             )
 
+    @property
+    def loss_inside(self) -> bool:
+        """Whether a step computes the loss for each micro-batch: some go backward before all have gone forward."""
+        if isinstance(self.schedule, Schedule):
+            return not self.schedule.forward_first
+        return self.schedule not in ("gpipe", "breadth_first")
+
+    @property
+    def schedule_name(self) -> str:
+        """Of a schedule by name, or of one of the user's own."""
+        return self.schedule if isinstance(self.schedule, str) else self.schedule.name
+
     def stage_count(self) -> int | None:
         """The number of stages, where the plan alone decides it."""
         if self.stages is not None:
@@ -376,6 +450,8 @@ class Plan:
             value = getattr(self, field.name)
             if isinstance(value, Budget):
                 value = {"budget": value.nbytes}
+            elif isinstance(value, Schedule):
+                value = {"name": value.name, "csv": value.to_csv()}
             elif callable(value):
                 raise PlanError(
                     f"{field.name}= is a function, which is not written to a file",
@@ -401,6 +477,9 @@ class Plan:
         policy = fields.get("checkpoint")
         if isinstance(policy, Mapping) and set(policy) == {"budget"}:
             fields = {**fields, "checkpoint": Budget(policy["budget"])}
+        schedule = fields.get("schedule")
+        if isinstance(schedule, Mapping) and set(schedule) == {"name", "csv"}:
+            fields = {**fields, "schedule": Schedule.from_csv(schedule["csv"], schedule["name"])}
         if fields.get("optimizer_states") == "inference":
             fields = {**fields, "optimizer_states": None}
         return cls(**fields)

@@ -3,8 +3,8 @@
 import pytest
 
 import fxsplit
+from fxsplit.actions import Action, Schedule
 from fxsplit.errors import ScheduleError
-from fxsplit.schedules.actions import Action, Schedule
 from fxsplit.schedules.catalog import (
     breadth_first,
     forward_only,
@@ -224,9 +224,12 @@ def test_backward_is_in_one_or_in_two():
 
 def test_odd_numbers_of_stages_and_workers():
     for make in (interleaved_1f1b, breadth_first, interleaved_zero_bubble):
-        for workers in (0, 2):
-            with pytest.raises(ScheduleError, match="not shared out evenly"):
-                make(5, 4, workers)
+        with pytest.raises(ScheduleError, match="0 workers play nothing"):
+            make(5, 4, 0)
+        for workers in (2, 3, 4):
+            schedule = make(5, 4, workers)
+            assert [row[0].stage for row in schedule.workers] == list(range(workers))
+            check_schedule(schedule, 5, 4, needs_of(5, [[s, s + 1] for s in range(4)]))
     with pytest.raises(ScheduleError, match="replicas lists 2 numbers for 3 stages"):
         gpipe(3, 2, [2, 1])
     idle = gpipe(2, 2, [3, 1])

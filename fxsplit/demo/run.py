@@ -51,7 +51,7 @@ def run_demo(
     shown = len(pipe) - 1
     _headline(say, f"The code of stage {shown}: pipe.stages[{shown}].code")
     say(pipe.stages[shown].code.rstrip())
-    _headline(say, f"The schedule: {plan.schedule}, one column for each unit of time")
+    _headline(say, f"The schedule: {plan.schedule_name}, one column for each unit of time")
     say(pipe.staircase())
     _headline(say, "pipe.verify()")
     say(pipe.verify())

@@ -12,7 +12,7 @@ from ..errors import PartitionError
 from ..graph import module_paths
 from ..ir import Traced
 from ..plan import Plan
-from ..schedules.catalog import SCHEDULES
+from ..schedules.catalog import planned_schedule
 from ..schedules.needs import needs_of
 from ..schedules.simulate import bubble, timeline
 from ..sizes import in_units
@@ -29,11 +29,11 @@ def simulator(plan: Plan) -> Simulate:
     def step(
         loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
     ) -> float:
-        schedule = SCHEDULES[plan.schedule](len(loads), m, replicas)
+        schedule = planned_schedule(plan, len(loads), m, replicas)
         # A load is of the micro-batches that the busiest replica gets.
         each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
         needs = needs_of(len(loads), chains)
-        times = timeline(schedule, needs, lambda a: each[a.stage] * (1 if a.kind == "F" else 2))
+        times = timeline(schedule, needs, lambda a: each[a.stage] * (2 if a.kind == "B" else 1))
         return max(end for _, end in times.values())
 
     return lambda loads, chains, replicas: step(tuple(loads), tuple(map(tuple, chains)), tuple(replicas))
@@ -59,7 +59,7 @@ def predicted_bubble(
                 readers.setdefault(parameter, []).append(stage_of[node.name])
     gradients = [sorted(set(stages)) for stages in readers.values()]
     chains = [(home, *others) for home, others, _ in moving]
-    schedule = SCHEDULES[plan.schedule](len(stages), plan.micro_batches, replicas)
+    schedule = planned_schedule(plan, len(stages), plan.micro_batches, replicas)
     loads = [f.load / math.ceil(plan.micro_batches / r) for f, r in zip(found, replicas, strict=True)]
     return bubble(schedule, needs_of(len(stages), chains, gradients), loads)
 

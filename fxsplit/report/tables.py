@@ -51,7 +51,8 @@ def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mappi
         tabulate(rows, headers="keys", disable_numparse=True),
         f"load: {assignment.cost}; heaviest {_load(heaviest, forecast.unit)}, no partition below "
         f"{_load(forecast.bound, forecast.unit)}, gap {gap:.1%}; {forecast.how}",
-        f"{plan.schedule} with {plan.micro_batches} micro-batch{'es' if plan.micro_batches != 1 else ''}, "
+        f"{plan.schedule_name} with {plan.micro_batches} micro-batch{'es' if plan.micro_batches != 1 else ''}, "
+        f"{f'{plan.workers} workers for the stages, ' if plan.workers else ''}"
         f"{_replicas(assignment.replicas)}, checkpoint {_policy(plan.checkpoint)}; "
         f"predicted bubble {forecast.bubble:.1%}; {in_units(forecast.cut_bytes)} travel between stages",
     ]

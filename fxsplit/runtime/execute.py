@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..actions import Action, Needs, Schedule
 from ..compat import TreeSpec, parameter_hooks_silenced, tree_leaves, tree_map, tree_unflatten
 from ..errors import GradientError
+from ..graph import region_modules
 from ..ir import Program, Stage
 from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
-from ..schedules.actions import Action, Kind, Needs, Schedule
-from ..schedules.needs import dependencies, parameter_chains
+from ..rng import Stream, draw_base_seed, seeded, stage_seed
+from ..schedules.needs import dependencies, parameter_chains, step_needs
+from .halves import can_be_halved, input_half
 from .loss import MicroLoss, leaves_of
-from .rng import draw_base_seed, seeded, stage_seed
 from .worker import Context, play, play_serially
 
 
@@ -30,6 +32,14 @@ class _Record:
     inputs: dict[str, list[Any]]  # flat leaves of each input on the stage's device, detached
     homes: dict[str, list[torch.device | None]]  # where those leaves came from: their gradients go back there
     outputs: dict[str, list[Any]]  # flat leaves of each output, with their graph
+
+
+@dataclass
+class _WeightHalf:
+    """What is left of a backward, and the gradients of weights that are there already."""
+
+    early: dict[str, torch.Tensor | None]
+    compute: Callable[[], list[torch.Tensor | None]]
 
 
 class Call:
@@ -69,6 +79,9 @@ class Call:
         self.values: dict[tuple[str, int], Any] = {}
         self.unread: dict[tuple[str, int], int] = {}
         self.records: dict[tuple[int, int], _Record] = {}
+        halves = any(a.kind == "I" for actions in schedule.workers for a in actions)
+        self.halved = {s.index for s in program.stages if halves and can_be_halved(s.module)}
+        self.weight_halves: dict[tuple[int, int], _WeightHalf] = {}
         self.gradients: dict[tuple[str, int], list[torch.Tensor | None]] = {}
         self.parameter_gradients: dict[tuple[str, int], torch.Tensor | None] = {}
         self.chains = parameter_chains(program)
@@ -95,7 +108,8 @@ class Call:
 
     def forward(self) -> list[list[Any]]:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
-        self._play("F", frozenset(s.index for s in self.program.stages if s.writes or s.stateful))
+        turns = frozenset(s.index for s in self.program.stages if s.writes or s.stateful)
+        self._play(self.schedule.half(forward=True), dependencies(self.program, in_turn=turns))
         rows = []
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
@@ -115,7 +129,7 @@ class Call:
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         again = frozenset(s.index for s in self.program.stages if s.writes and self.checkpoint != "never")
         with parameter_hooks_silenced(list(self.parameters.values())):
-            self._play("B", again)
+            self._play(self.schedule.half(forward=False), dependencies(self.program, in_turn=again))
         if not keep_graph:
             self.records.clear()
 
@@ -132,32 +146,13 @@ class Call:
             self.base_seed = draw_base_seed()
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
-            self._play_lists(self.schedule.workers, self.step_needs())
+            self._play(self.schedule.workers, step_needs(self.program))
         if not self.differentiable:
             raise GradientError(
                 "the loss depends on nothing that requires a gradient",
                 remedy="pipe(x) computes without gradients",
             )
         return [self.losses[i] for i in range(len(self.chunks))]
-
-    def step_needs(self) -> Needs:
-        """What has to be done before an action of a whole step: the loss needs all outputs, their gradients the loss."""
-        stages = self.program.stages
-        base = dependencies(
-            self.program, in_turn=frozenset(s.index for s in stages if s.writes or s.stateful)
-        )
-        makers = sorted({self.made_by[v] for v in self.results} - {-1})
-        last = stages[-1].index
-
-        def needs(action: Action) -> list[Action]:
-            before = list(base(action))
-            if action.kind == "B" and action.stage == last:
-                before += [Action("F", s, action.micro_batch) for s in makers if s != last]
-            elif action.kind == "B":
-                before.append(Action("B", last, action.micro_batch))
-            return before
-
-        return needs
 
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
         """The gradient of one graph input of one micro-batch."""
@@ -172,11 +167,7 @@ class Call:
         """Drop the gradients that the caller has taken."""
         self.gradients, self.parameter_gradients, self.sums = {}, {}, {}
 
-    def _play(self, kind: Kind, in_turn: frozenset[int]) -> None:
-        needs: Needs = dependencies(self.program, in_turn=in_turn)
-        self._play_lists(self.schedule.half(kind), needs)
-
-    def _play_lists(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
+    def _play(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
         if self.serial:
             play_serially(workers, needs, self._act)
         else:
@@ -188,6 +179,8 @@ class Call:
         with self.turns.get(action.stage, contextlib.nullcontext()):
             if action.kind == "F":
                 self._forward(action)
+            elif action.kind == "W":
+                self._weight_half(action)
             else:
                 if self.loss is not None and action.stage == self.program.stages[-1].index:
                     self._loss(action)
@@ -202,15 +195,11 @@ class Call:
         assert self.loss is not None and self.base_seed is not None
         i = action.micro_batch
         seed = stage_seed(self.base_seed, i, len(self.program.stages))
-        with (
-            self._errors_say_where(action),
-            self.loss_turns,
-            seeded(seed, self.program.stages[-1].device),
-            torch.enable_grad(),
-        ):
+        device = self.program.stages[-1].device
+        with self._errors_say_where(action), self.loss_turns, torch.enable_grad():
             taken = {v: self._take(v, i) for v in sorted(self.results)}
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.program.outputs]
-            with self.inside_loss():
+            with self.inside_loss(), seeded(seed, device):
                 part = self.loss(i, tree_unflatten(flat, self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
             wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
@@ -285,29 +274,57 @@ class Call:
             seed(leaves, self.gradients.get((name, i), [None] * len(leaves)))
             wanted += [leaf for leaf in leaves if _has_grad(leaf)]
         owned = [fqn for fqn in stage.parameters if fqn in self.parameters]
-        for fqn in owned:
-            parameter = self.parameters[fqn]
-            seed([parameter], [self.parameter_gradients.pop((fqn, i), None)])
-            wanted.append(parameter)
-        if roots and wanted:
-            with self._errors_say_where(action), self._random_numbers(stage, i, recomputed=True):
-                found: Iterator[torch.Tensor | None] = iter(
-                    torch.autograd.grad(roots, wanted, seeds, retain_graph=self.keep_graph, allow_unused=True)
+        shared = [fqn for fqn in owned if len(self.chains[fqn]) > 1]
+        alone = [fqn for fqn in owned if len(self.chains[fqn]) == 1]
+        for fqn in shared:
+            seed([self.parameters[fqn]], [self.parameter_gradients.pop((fqn, i), None)])
+        wanted += [self.parameters[fqn] for fqn in shared]
+        weights = [self.parameters[fqn] for fqn in alone]
+        found: list[torch.Tensor | None] = [None] * (len(wanted) + len(weights))
+        late: Callable[[], list[torch.Tensor | None]] | None = None
+        with self._errors_say_where(action):
+            if roots and action.kind == "I" and self._is_halved(stage, i):
+                found, early, late = input_half(roots, seeds, wanted, weights)
+                found += early
+            elif roots and (wanted or weights):
+                found = list(
+                    torch.autograd.grad(
+                        roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
+                    )
                 )
-        else:
-            found = iter((None,) * len(wanted))
+        following = iter(found)
         for name, leaves in record.inputs.items():
-            gradients = [next(found) if _has_grad(leaf) else None for leaf in leaves]
+            gradients = [next(following) if _has_grad(leaf) else None for leaf in leaves]
             homes = record.homes[name]
             self.gradients[name, i] = [
                 g if g is None else g.to(d) for g, d in zip(gradients, homes, strict=True)
             ]
-        for fqn in owned:
-            gradient = next(found)
+        for fqn in shared:
+            gradient = next(following)
             if self.chains[fqn][0] == stage.index:
                 self.sums[fqn].add(i, gradient)
             elif gradient is not None:
                 self.parameter_gradients[fqn, i] = gradient
+        if late is not None:
+            self.weight_halves[key] = _WeightHalf(dict(zip(alone, following, strict=True)), late)
+            return
+        for fqn in alone:
+            self.sums[fqn].add(i, next(following))
+
+    def _weight_half(self, action: Action) -> None:
+        """The gradients of weights that are still to be computed; where nothing was put off, there are none."""
+        half = self.weight_halves.pop((action.stage, action.micro_batch), None)
+        if half is None:
+            return
+        with self._errors_say_where(action):
+            found = half.compute()
+        for (fqn, early), late in zip(half.early.items(), found, strict=True):
+            self.sums[fqn].add(action.micro_batch, late if early is None else early)
+
+    def _is_halved(self, stage: Stage, micro_batch: int) -> bool:
+        """Whether weights can wait: what is computed again for the inputs is there for the weights too."""
+        recomputed = self._is_recomputed(micro_batch) and any(region_modules(stage.module))
+        return stage.index in self.halved and not recomputed
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -334,13 +351,10 @@ class Call:
             return micro_batch < len(self.chunks) - 1
         return bool(self.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
 
-    @contextlib.contextmanager
-    def _random_numbers(self, stage: Stage, i: int, *, recomputed: bool = False) -> Iterator[None]:
-        if self.base_seed is None or not stage.random or (recomputed and not self._is_recomputed(i)):
-            yield
-            return
-        with seeded(stage_seed(self.base_seed, i, stage.index), stage.device):
-            yield
+    def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
+        if self.base_seed is None or not stage.random:
+            return contextlib.nullcontext()
+        return Stream(stage_seed(self.base_seed, i, stage.index))
 
     @contextlib.contextmanager
     def _errors_say_where(self, action: Action) -> Iterator[None]:
@@ -348,7 +362,7 @@ class Call:
             yield
         except BaseException as error:
             stage = self.program.stages[action.stage]
-            what = "forward" if action.kind == "F" else "backward"
+            what = {"F": "forward", "W": "backward (weights)"}.get(action.kind, "backward")
             first, last = stage.modules
             span = first if first == last else f"{first} … {last}"
             error.add_note(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from ..actions import Schedule
 from ..batch import BatchDims
 from ..compat import tree_unflatten
 from ..cost.saved import Live, measured_saved
@@ -25,9 +26,8 @@ from ..proof.structure import RULES, verify_structure
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
-from ..schedules.actions import Schedule
-from ..schedules.catalog import SCHEDULES, kept_shares
-from ..schedules.needs import dependencies
+from ..schedules.catalog import planned_schedule
+from ..schedules.needs import dependencies, step_needs
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
-        check_not_in_loss(self._lock, self.plan.schedule)
+        check_not_in_loss(self._lock, self.schedule.name)
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -203,7 +203,7 @@ class Pipeline(nn.Module):
             ArgumentError, BatchError: as a call.
         """
         with torch.enable_grad():
-            if self.plan.schedule != "gpipe" and not has_hooks(self.model) and not has_hooks(self):
+            if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
                     loss_of = in_parts(loss_fn, target, rows, reduction, self.active.merges)
@@ -248,11 +248,9 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         if micro_batches not in self._schedules:
-            make = SCHEDULES[self.plan.schedule]
-            schedule = make(len(self.stages), micro_batches, self.assignment.replicas)
-            check_schedule(
-                schedule, len(self.stages), micro_batches, dependencies(self.program, in_turn=frozenset())
-            )
+            stages = len(self.stages)
+            schedule = planned_schedule(self.plan, stages, micro_batches, self.assignment.replicas)
+            check_schedule(schedule, stages, micro_batches, step_needs(self.program))
             self._schedules[micro_batches] = schedule
         return self._schedules[micro_batches]
 
@@ -411,8 +409,8 @@ class Pipeline(nn.Module):
         with self._lock:
             saved = measured_saved(self.model, self.traced, self._example_now())
         count = len(self.micro_batches(self.example)[1])
-        shares = kept_shares(self.schedule_for(count), len(self.stages), count)
-        return kept_by_device(saved, self.traced, self.stages, shares, count, self.plan.checkpoint)
+        schedule = self.schedule_for(count)
+        return kept_by_device(saved, self.traced, self.stages, schedule, count, self.plan.checkpoint)
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 
 import torch
 
+from ..actions import Action, Needs
 from ..errors import WorkerError
-from ..schedules.actions import Action, Needs
 from ..schedules.proof import serial_order
 
 Act = Callable[[Action], None]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ..actions import Action, Schedule
 from ..errors import ScheduleError
-from .actions import Action, Schedule
+from ..plan import Plan
 
 
 def gpipe(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -20,7 +22,7 @@ def gpipe(stages: int, micro_batches: int, replicas: Sequence[int] | None = None
         [*(Action("F", s, i) for i in everything), *(Action("B", s, i) for i in everything)]
         for s in range(stages)
     ]
-    return _with_replicas("gpipe", rows, replicas)
+    return _with_replicas("gpipe", rows, replicas, stages)
 
 
 def forward_only(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -29,7 +31,7 @@ def forward_only(stages: int, micro_batches: int, replicas: Sequence[int] | None
     Bubble: (p - 1) / (m + p - 1).
     """
     rows = [[Action("F", s, i) for i in range(micro_batches)] for s in range(stages)]
-    return _with_replicas("forward_only", rows, replicas)
+    return _with_replicas("forward_only", rows, replicas, stages)
 
 
 def one_f_one_b(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -43,16 +45,17 @@ def one_f_one_b(stages: int, micro_batches: int, replicas: Sequence[int] | None 
         forward = [Action("F", s, i) for i in range(micro_batches)]
         backward = [Action("B", s, i) for i in range(micro_batches)]
         rows.append(_alternating(forward, backward, stages - s - 1))
-    return _with_replicas("1f1b", rows, replicas)
+    return _with_replicas("1f1b", rows, replicas, stages)
 
 
 def interleaved_1f1b(stages: int, micro_batches: int, workers: int) -> Schedule:
     """1F1B with v = stages / workers stages on each worker: stage s is on worker s mod p (Narayanan et al., 2021).
 
     Bubble where p divides m: (p - 1) / (v m + p - 1). Memory: worker r keeps at most 2 (p - r - 1) + (v - 1) p + 1
-    micro-batches of one stage.
+    micro-batches of one stage. Where p does not divide the stages, the last workers have one stage less.
     """
-    chunks = _chunks(stages, workers)
+    _check_workers(workers)
+    chunks = -(-stages // workers)
     rows = []
     for r in range(workers):
         # Rounds of p micro-batches; the last one is filled up with some that are left out again, which keeps the order.
@@ -65,8 +68,8 @@ def interleaved_1f1b(stages: int, micro_batches: int, workers: int) -> Schedule:
         forward = [Action("F", c * workers + r, i) for c, i in turns]
         backward = [Action("B", (chunks - 1 - c) * workers + r, i) for c, i in turns]
         warm_up = 2 * (workers - r - 1) + (chunks - 1) * workers if chunks > 1 else workers - r - 1
-        rows.append([a for a in _alternating(forward, backward, warm_up) if a.micro_batch < micro_batches])
-    return Schedule("interleaved_1f1b", tuple(map(tuple, rows)), tuple((r, 0) for r in range(workers)))
+        rows.append(_alternating(forward, backward, warm_up))
+    return _on_workers("interleaved_1f1b", rows).only(stages=stages, micro_batches=micro_batches)
 
 
 def breadth_first(stages: int, micro_batches: int, workers: int) -> Schedule:
@@ -75,14 +78,14 @@ def breadth_first(stages: int, micro_batches: int, workers: int) -> Schedule:
     Bubble where m is at least p: (p - 1) / (v m + p - 1). Memory: every worker keeps all m micro-batches of all its
     stages.
     """
-    _chunks(stages, workers)
+    _check_workers(workers)
     everything = range(micro_batches)
     rows = []
     for r in range(workers):
         mine = range(r, stages, workers)
         forward = [Action("F", s, i) for s in mine for i in everything]
-        rows.append((*forward, *(Action("B", s, i) for s in reversed(mine) for i in everything)))
-    return Schedule("breadth_first", tuple(rows), tuple((r, 0) for r in range(workers)))
+        rows.append([*forward, *(Action("B", s, i) for s in reversed(mine) for i in everything)])
+    return _on_workers("breadth_first", rows)
 
 
 def zb_h1(stages: int, micro_batches: int) -> Schedule:
@@ -100,8 +103,8 @@ def zb_h1(stages: int, micro_batches: int) -> Schedule:
             row.append(Action("I", s, i))
             row += [next(weights)] if i >= s else []
             row += [a for _, a in zip(range(1), forward, strict=False)]
-        rows.append((*row, *weights))
-    return Schedule("zb_h1", tuple(rows), tuple((s, 0) for s in range(stages)))
+        rows.append([*row, *weights])
+    return _on_workers("zb_h1", rows)
 
 
 def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Schedule:
@@ -111,7 +114,7 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
     stage are kept, then gradients of weights; played on a clock on which all three take as long. Idle time where p
     divides m: (p - 1) F, F being the forward of one of its v stages.
     """
-    _chunks(stages, workers)
+    _check_workers(workers)
     room = stages + workers - 1
     rows: list[list[Action]] = [[] for _ in range(workers)]
     kept = [0] * workers
@@ -140,50 +143,81 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
             following[action.kind, action.stage] += 1
             kept[r] += {"F": 1, "I": 0, "W": -1}[action.kind]
         now += 1
-    return Schedule("interleaved_zero_bubble", tuple(map(tuple, rows)), tuple((r, 0) for r in range(workers)))
+    return _on_workers("interleaved_zero_bubble", rows)
 
 
-# name → stages, micro-batches, replicas of each stage → schedule
-SCHEDULES: Mapping[str, Callable[[int, int, Sequence[int] | None], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
+# name → stages, micro-batches → schedule with a worker for each stage
+_ALONE: Mapping[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1}
+# name → stages, micro-batches, workers → schedule
+_TOGETHER: Mapping[str, Callable[[int, int, int], Schedule]] = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "breadth_first": breadth_first,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
 }
+
+
+def planned_schedule(
+    plan: Plan, stages: int, micro_batches: int, replicas: Sequence[int] | None = None
+) -> Schedule:
+    """The plan's schedule for so many stages and micro-batches.
+
+    Raises:
+        ScheduleError: the plan's own schedule is for other stages or fewer micro-batches; or stages that share a
+            worker have other numbers of replicas.
+    """
+    if isinstance(plan.schedule, Schedule):
+        own = plan.schedule
+        if own.stages != stages or own.micro_batches < micro_batches:
+            raise ScheduleError(
+                f"the plan's schedule {own.name!r} is for {own.stages} stages and {own.micro_batches} micro-batches, "
+                f"not for {stages} and {micro_batches}",
+                remedy=f"as many stages as it has, or schedule={'gpipe'!r}",
+            )
+        return own.only(stages=stages, micro_batches=micro_batches)
+    return _planned(plan.schedule, stages, micro_batches, plan.workers, tuple(replicas) if replicas else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _planned(
+    name: str, stages: int, micro_batches: int, workers: int | None, replicas: tuple[int, ...] | None
+) -> Schedule:
+    if name in _ALONE:
+        schedule = _ALONE[name](stages, micro_batches)
+    else:
+        schedule = _TOGETHER[name](stages, micro_batches, min(workers or stages, stages))
+    return _with_replicas(schedule.name, schedule.workers, replicas, stages)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per worker the most micro-batches of its stages that it has gone forward with and not yet finished backward."""
+    each = [1.0] * schedule.stages
+    return tuple(int(most_kept(actions, each)) for actions in schedule.workers)
+
+
+def most_kept(actions: Iterable[Action], nbytes: Sequence[float]) -> float:
+    """The most that one worker keeps at once, if a micro-batch of stage s is ``nbytes[s]`` until it is done with."""
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
-    found = []
-    for actions in schedule.workers:
-        most = now = 0
-        for action in actions:
-            now += change[action.kind]
-            most = max(most, now)
-        found.append(most)
-    return tuple(found)
+    most = now = 0.0
+    for action in actions:
+        now += change[action.kind] * nbytes[action.stage]
+        most = max(most, now)
+    return most
 
 
 def kept_shares(
     schedule: Schedule, stages: int, micro_batches: int, of: Callable[[Iterable[int]], int] = sum
 ) -> list[float]:
-    """Per stage the part of the micro-batches that is kept at once, for schedules with one stage on each worker.
+    """Per stage the part of the micro-batches that is kept at once.
 
     Args:
         of: of the replicas of a stage, what they keep together (`sum`), or the busiest of them (`max`).
     """
     kept: list[list[int]] = [[] for _ in range(stages)]
-    for (stage, _), most in zip(schedule.labels, in_flight(schedule), strict=True):
-        kept[stage].append(most)
+    for actions in schedule.workers:
+        for stage in sorted({a.stage for a in actions}):
+            alone = Schedule(schedule.name, (tuple(a for a in actions if a.stage == stage),), ((stage, 0),))
+            kept[stage] += in_flight(alone)
     return [min(of(row), micro_batches) / micro_batches for row in kept]
-
-
-def _chunks(stages: int, workers: int) -> int:
-    if workers < 1 or stages % workers:
-        raise ScheduleError(
-            f"{stages} stages are not shared out evenly to {workers} workers",
-            remedy="a multiple of the workers",
-        )
-    return stages // workers
 
 
 def _alternating(forward: Sequence[Action], backward: Sequence[Action], warm_up: int) -> list[Action]:
@@ -195,17 +229,32 @@ def _alternating(forward: Sequence[Action], backward: Sequence[Action], warm_up:
     return row + list(backward[len(forward) - warm_up :])
 
 
-def _with_replicas(name: str, rows: Iterable[Sequence[Action]], replicas: Sequence[int] | None) -> Schedule:
+def _check_workers(workers: int) -> None:
+    if workers < 1:
+        raise ScheduleError(f"{workers} workers play nothing", remedy="workers=1 or more")
+
+
+def _on_workers(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+    return Schedule(name, tuple(map(tuple, rows)), tuple((r, 0) for r in range(len(rows))))
+
+
+def _with_replicas(
+    name: str, rows: Sequence[Sequence[Action]], replicas: Sequence[int] | None, stages: int
+) -> Schedule:
     """Micro-batch i of a stage with r replicas runs on its worker i mod r, in the order of the stage."""
-    workers, labels = [], []
-    rows = list(rows)
-    if replicas and len(replicas) != len(rows):
+    if replicas and len(replicas) != stages:
         raise ScheduleError(
-            f"replicas lists {len(replicas)} numbers for {len(rows)} stages", remedy="one for each stage"
+            f"replicas lists {len(replicas)} numbers for {stages} stages", remedy="one for each stage"
         )
-    for stage, row in enumerate(rows):
-        count = replicas[stage] if replicas else 1
-        for replica in range(count):
-            workers.append(tuple(a for a in row if a.micro_batch % count == replica))
-            labels.append((stage, replica))
+    workers, labels = [], []
+    for first, row in enumerate(rows):
+        counts = sorted({replicas[s] for s in range(first, stages, len(rows))}) if replicas else [1]
+        if len(counts) > 1:
+            raise ScheduleError(
+                f"stages {first}, {first + len(rows)}, … share a worker, but have {counts} replicas",
+                remedy="the same number of replicas for all of them",
+            )
+        for replica in range(counts[0]):
+            workers.append(tuple(a for a in row if a.micro_batch % counts[0] == replica))
+            labels.append((first, replica))
     return Schedule(name, tuple(workers), tuple(labels))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from ..actions import Action, Needs
 from ..ir import Program
-from .actions import Action, Needs
 
 
 def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
@@ -24,6 +24,25 @@ def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
     chains = [(made_by[v], *readers[v]) for v in made_by if made_by[v] >= 0]
     one_way = [readers[v] for v in made_by if made_by[v] < 0] + list(parameter_chains(program).values())
     return needs_of(len(program.stages), chains, one_way, in_turn=in_turn)
+
+
+def step_needs(program: Program) -> Needs:
+    """The same with the loss inside: it is computed before the last stage goes backward, and needs all outputs."""
+    turns = frozenset(s.index for s in program.stages if s.writes or s.stateful)
+    base = dependencies(program, in_turn=turns)
+    made_by, last = program.producers(), program.stages[-1].index
+    makers = sorted({made_by[v] for v in program.outputs if isinstance(v, str)} - {-1, last})
+
+    def needs(action: Action) -> list[Action]:
+        kind, stage, i = action
+        before = list(base(action))
+        if kind in ("B", "I"):
+            before += (
+                [Action(kind, last, i)] if stage != last else [Action("F", maker, i) for maker in makers]
+            )
+        return before
+
+    return needs
 
 
 def needs_of(

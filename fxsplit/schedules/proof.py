@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..actions import Action, Kind, Needs, Schedule
 from ..errors import ScheduleError
-from .actions import Action, Kind, Needs, Schedule
 
 
 def serial_order(workers: Sequence[Sequence[Action]], needs: Needs) -> Iterator[Action]:

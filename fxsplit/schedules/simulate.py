@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .actions import Action, Needs, Schedule
+from ..actions import Action, Needs, Schedule
 from .proof import serial_order
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
-from ..errors import ScheduleError
+from .errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -43,9 +43,33 @@ class Schedule:
     workers: tuple[tuple[Action, ...], ...]
     labels: tuple[tuple[int, int], ...]
 
-    def half(self, kind: Kind) -> tuple[tuple[Action, ...], ...]:
+    @property
+    def stages(self) -> int:
+        """How many stages it plays."""
+        return 1 + max((a.stage for actions in self.workers for a in actions), default=-1)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches it plays."""
+        return 1 + max((a.micro_batch for actions in self.workers for a in actions), default=-1)
+
+    @property
+    def forward_first(self) -> bool:
+        """Whether every worker has gone forward with everything before it goes backward."""
+        kinds = ["".join(a.kind for a in actions).lstrip("F") for actions in self.workers]
+        return not any("F" in rest for rest in kinds)
+
+    def half(self, *, forward: bool) -> tuple[tuple[Action, ...], ...]:
         """The forward or the backward actions of each worker, in order."""
-        return tuple(tuple(a for a in actions if a.kind == kind) for actions in self.workers)
+        return tuple(tuple(a for a in actions if (a.kind == "F") == forward) for actions in self.workers)
+
+    def only(self, *, stages: int, micro_batches: int) -> Self:
+        """The schedule without the actions of later stages and micro-batches; the others keep their order."""
+        workers = tuple(
+            tuple(a for a in actions if a.stage < stages and a.micro_batch < micro_batches)
+            for actions in self.workers
+        )
+        return type(self)(self.name, workers, self.labels)
 
     def to_csv(self) -> str:
         """A line for each worker, its actions with commas between them."""

@@ -1,0 +1,136 @@
+"""Random numbers of micro-batches that run at the same time.
+
+The rule: with one micro-batch the stages run one after the other on the caller's own generator, so masks and
+the state afterwards are eager's. With more, a call draws one number from the caller's default CPU generator,
+and micro-batch i of stage s has a stream of its own, whose seed is a function of that number, i and s alone.
+Masks then do not depend on the schedule, on thread timing or on the checkpoint mode.
+
+torch's default generator is one for all threads. A `Stream` lends it its own state for each operation that draws, so
+that only those operations take turns, and not the stages that they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import torch
+
+from .compat import OpOverload, TorchDispatchMode
+
+_GENERATORS = threading.Lock()
+
+
+def draw_base_seed() -> int:
+    """One number from the caller's default CPU generator."""
+    return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu").item())
+
+
+def stage_seed(base: int, micro_batch: int, stage: int) -> int:
+    """The seed of one micro-batch of one stage: 63 bits of a hash of the three numbers."""
+    digest = hashlib.blake2b(f"{base}/{micro_batch}/{stage}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The default generators start from `seed` inside and are as before afterwards; nobody else draws meanwhile.
+
+    What runs inside sees no dispatch mode, under which some of autograd's formulas round in another way.
+    """
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with _GENERATORS, torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In this thread, operations that draw from a default generator draw from this stream instead.
+
+    Args:
+        states: of the generators, by device; a device that is new starts from `seed`.
+        seed: of the stream.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int, states: dict[torch.device, torch.Tensor] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.states = seed, dict(states or {})
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """The innermost stream of this thread."""
+        streams: list[Self] = _ENTERED.__dict__.get("streams", [])
+        return streams[-1] if streams else None
+
+    def copy(self) -> Stream:
+        """A stream that will draw what this one will draw."""
+        return Stream(self.seed, {device: state.clone() for device, state in self.states.items()})
+
+    def __enter__(self) -> Self:
+        _ENTERED.__dict__.setdefault("streams", []).append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        _ENTERED.streams.pop()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self._lent(_device_of(args, kwargs)):
+            return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _lent(self, device: torch.device) -> Iterator[None]:
+        generator = _default_generator(device)
+        with _GENERATORS:
+            theirs = generator.get_state()
+            if device in self.states:
+                generator.set_state(self.states[device])
+            else:
+                generator.manual_seed(self.seed)
+            try:
+                yield
+            finally:
+                self.states[device] = generator.get_state()
+                generator.set_state(theirs)
+
+
+_ENTERED = threading.local()
+
+
+def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it may draw from a default generator. What torch does not know, is asked to take its turn."""
+    if func.namespace not in ("aten", "prim", "prims", "c10d", "profiler"):
+        return True
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return given.get("generator") is None and given.get("dropout_p") != 0.0
+
+
+def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Where an operation runs: its generator is that device's."""
+    found = kwargs.get("device")
+    if found is None:
+        found = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), "cpu")
+    device = torch.device(found)
+    return torch.empty(0, device=device).device if str(device) == "cuda" else device
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
