@@ -9,12 +9,14 @@ from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Budget, Plan
+from .runtime.events import ActionEvent
 from .runtime.pipeline import Pipeline, verify
 
 __version__ = "0.1.0"
 __all__ = [
     "ACCELERATORS",
     "Action",
+    "ActionEvent",
     "Assignment",
     "Budget",
     "Device",

@@ -77,6 +77,10 @@ class GuardError(FxsplitError, ValueError, AssertionError):
     """The model would decide by a size in another way than it did when it was captured."""
 
 
+class AnomalyError(FxsplitError, FloatingPointError):
+    """A value or gradient has a NaN or an infinity; raised where the plan asks to look for them."""
+
+
 class SerializeError(FxsplitError, TypeError):
     """A pipeline was pickled; it is saved by plan and state_dict instead."""
 

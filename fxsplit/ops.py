@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,9 +58,13 @@ def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *arg
 Crossing = tuple[torch.Tensor, torch.Tensor]
 
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 class _Mode(threading.local):
     recompute = True
     crossings: list[Crossing] | None = None
+    around: Around = contextlib.nullcontext
 
 
 _mode = _Mode()
@@ -90,13 +94,18 @@ def transfers_cut() -> Iterator[list[Crossing]]:
 
 
 @contextlib.contextmanager
-def recomputation(enabled: bool) -> Iterator[None]:
-    """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread."""
-    before, _mode.recompute = _mode.recompute, enabled
+def recomputation(enabled: bool, around: Around = contextlib.nullcontext) -> Iterator[None]:
+    """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread.
+
+    Args:
+        around: makes what is entered around each later computation.
+    """
+    before = _mode.recompute, _mode.around
+    _mode.recompute, _mode.around = enabled, around
     try:
         yield
     finally:
-        _mode.recompute = before
+        _mode.recompute, _mode.around = before
 
 
 def checkpoint(region: Any, *values: Any) -> Any:
@@ -116,13 +125,13 @@ def checkpoint(region: Any, *values: Any) -> Any:
     if not (_mode.recompute and torch.is_grad_enabled()):
         return region(*values)
     buffers = [_attribute(region, name) for name in region.meta["writes"]]
-    stream = Stream.current() if region.meta["random"] else None
+    stream, around = Stream.current() if region.meta["random"] else None, _mode.around
     return _torch_checkpoint(
         region,
         *values,
         use_reentrant=False,
         preserve_rng_state=region.meta["random"] and stream is None,
-        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers, stream)),
+        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers, stream, around)),
     )
 
 
@@ -141,10 +150,12 @@ class _Replayed:
     parameters have been written to since, or the mode is another one.
     """
 
-    def __init__(self, region: torch.nn.Module, buffers: list[torch.Tensor], stream: Stream | None) -> None:
+    def __init__(
+        self, region: torch.nn.Module, buffers: list[torch.Tensor], stream: Stream | None, around: Around
+    ) -> None:
         self.region, self.buffers = region, buffers
         self.stream = None if stream is None else stream.copy()
-        self.drawing = contextlib.ExitStack()
+        self.around, self.entered = around, contextlib.ExitStack()
         self.seen = [buffer.detach().clone() for buffer in buffers]
         self.now: list[torch.Tensor] = []
         self.versions = [p._version for p in region.parameters()]
@@ -165,11 +176,12 @@ class _Replayed:
             )
         self.now = [buffer.detach().clone() for buffer in self.buffers]
         self._write(self.seen)
+        self.entered.enter_context(self.around())
         if self.stream is not None:
-            self.drawing.enter_context(self.stream.copy())  # it may be computed again once more
+            self.entered.enter_context(self.stream.copy())  # it may be computed again once more
 
     def __exit__(self, *exc: object) -> None:
-        self.drawing.close()
+        self.entered.close()
         self._write(self.now)
 
     def _write(self, values: list[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
 SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
+ANOMALIES = ("nan", "inf")
 CHECKPOINTS = ("always", "except_last", "never")
 
 
@@ -109,6 +110,11 @@ class Plan:
         replicas: how many workers run each stage, or a list with the number for each stage; micro-batch i of a
             stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters. ``"auto"``
             picks stages and replicas together for the list of `devices` (with `stages`, that many).
+        deferred_batch_norm: whether the running statistics of batch normalisation are updated once, after a whole
+            forward, by those of the whole batch; otherwise each micro-batch updates them. Either way a micro-batch is
+            normalised by its own.
+        detect_anomaly: ``"nan"`` to end in an error at the first NaN, which names its stage, micro-batch and node (or
+            whose gradient it is); ``"inf"`` for infinities too. Slow: stages run node by node.
         batch_dims: ``{argument name: dimension or None}`` for tensors whose batch dimension is not found
             by itself; ``None`` gives the whole tensor to every micro-batch.
 
@@ -132,6 +138,8 @@ class Plan:
     workers: int | None = None
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int | str | Sequence[int] = 1
+    deferred_batch_norm: bool = False
+    detect_anomaly: str | None = None
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
@@ -145,6 +153,12 @@ class Plan:
             self._check_devices()
         self._check_replicas()
         self._check_hardware()
+        if not isinstance(self.deferred_batch_norm, bool):
+            raise PlanError(
+                f"deferred_batch_norm={self.deferred_batch_norm!r} is not True or False", remedy="True"
+            )
+        if self.detect_anomaly is not None:
+            self._check_choice("detect_anomaly", ANOMALIES)
         if self.max_memory is not None:
             self._set("max_memory", memory_limits_of(self.max_memory))
         if self.no_split_module_classes is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..actions import Schedule
 from ..errors import PartitionError
 from ..graph import module_paths
 from ..ir import Traced
@@ -29,7 +30,10 @@ def simulator(plan: Plan) -> Simulate:
     def step(
         loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
     ) -> float:
-        schedule = planned_schedule(plan, len(loads), m, replicas)
+        alike = plan
+        if isinstance(plan.schedule, Schedule) and plan.schedule.stages != len(loads):
+            alike = plan.replace(schedule="1f1b")  # what fewer stages would come to
+        schedule = planned_schedule(alike, len(loads), m, replicas)
         # A load is of the micro-batches that the busiest replica gets.
         each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
         needs = needs_of(len(loads), chains)

@@ -11,7 +11,7 @@ from ..batch import BatchDims
 from ..compat import backward_keeps_graph
 from ..errors import GradientError
 from .execute import Call
-from .loss import MicroLoss
+from .inside import LossInside
 from .microbatch import Merge
 
 
@@ -65,9 +65,7 @@ class Runner:
         """The merged tensor outputs, each value once, and whether each is differentiable."""
         by_micro_batch = self.call.forward()
         self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
-        self.results = [
-            m.merge(values, self.rows) for m, values in zip(self.merges, self.per_output, strict=True)
-        ]
+        self.results = self.merged(by_micro_batch)
         first: dict[str, int] = {}
         for i, name in enumerate(self.call.program.outputs):
             if isinstance(name, str) and isinstance(self.results[i], torch.Tensor):
@@ -104,10 +102,15 @@ class Runner:
         call.backward(rows, keep_graph=keep_graph)
         return self._gradients()
 
-    def step(self, loss_of: MicroLoss) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Play the whole schedule: the loss of each micro-batch, and the gradients of inputs and parameters."""
-        losses = self.call.step(loss_of)
-        return losses, self._gradients()
+    def step(self, loss: LossInside) -> list[torch.Tensor | None]:
+        """Play the whole schedule: the gradients of inputs and parameters. `loss` has the losses."""
+        self.call.step(loss)
+        return self._gradients()
+
+    def merged(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        """The flat outputs of the whole batch, from those of each micro-batch."""
+        by_output = zip(*rows, strict=True)
+        return [m.merge(values, self.rows) for m, values in zip(self.merges, by_output, strict=True)]
 
     def _gradients(self) -> list[torch.Tensor | None]:
         call, program = self.call, self.call.program

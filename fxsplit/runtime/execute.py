@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ import torch
 from torch import nn
 
 from ..actions import Action, Needs, Schedule
-from ..compat import TreeSpec, parameter_hooks_silenced, tree_leaves, tree_map, tree_unflatten
-from ..errors import GradientError
+from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
+from ..errors import AnomalyError, GradientError
 from ..graph import region_modules
 from ..ir import Program, Stage
-from ..ops import recomputation, transfers_cut
+from ..ops import Around, recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
-from ..rng import Stream, draw_base_seed, seeded, stage_seed
+from ..rng import Stream, draw_base_seed, stage_seed
 from ..schedules.needs import dependencies, parameter_chains, step_needs
+from .anomaly import is_bad, run_watched
+from .batchnorm import DeferredNorms
+from .events import ActionHook, announced
 from .halves import can_be_halved, input_half
-from .loss import MicroLoss, leaves_of
+from .inside import LossInside
 from .worker import Context, play, play_serially
 
 
@@ -42,16 +46,36 @@ class _WeightHalf:
     compute: Callable[[], list[torch.Tensor | None]]
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """How a call is played.
+
+    Attributes:
+        grad: whether a backward may follow.
+        checkpoint: which micro-batches are recomputed.
+        context: the caller's thread state.
+        serial: play everything in the calling thread (the oracle of the tests).
+        hooks: called after every action.
+        norms: keeps the statistics of batch normalisation, where its update is put off.
+        anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
+    """
+
+    grad: bool
+    checkpoint: Any
+    context: Context
+    serial: bool = False
+    hooks: Sequence[ActionHook] = ()
+    norms: DeferredNorms | None = None
+    anomaly: str | None = None
+
+
 class Call:
     """The values and gradients of one call, for all its micro-batches.
 
     Args:
         chunks: per micro-batch the flat tensor inputs.
         parameters: FQN → parameter, those that get gradients.
-        grad: whether a backward may follow.
-        checkpoint: which micro-batches are recomputed.
-        serial: play everything in the calling thread (the oracle of the tests).
-        out_spec: the structure of the outputs.
+        how: the circumstances.
     """
 
     def __init__(
@@ -60,17 +84,14 @@ class Call:
         schedule: Schedule,
         chunks: Sequence[Sequence[torch.Tensor]],
         parameters: dict[str, nn.Parameter],
-        *,
-        grad: bool,
-        checkpoint: Any,
-        context: Context,
-        serial: bool,
-        out_spec: TreeSpec,
+        how: Circumstances,
     ) -> None:
         self.program, self.schedule, self.chunks, self.parameters = program, schedule, chunks, parameters
-        self.grad, self.checkpoint, self.context = grad, checkpoint, context
+        self.how = how
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
-        self.serial = serial or len(chunks) == 1
+        self.serial = how.serial or len(chunks) == 1
+        self.norms = how.norms if len(chunks) > 1 else None
+        self.act = announced(self._act, lambda action: program.stages[action.stage].device, how.hooks)
         self.base_seed = (
             draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
         )
@@ -87,18 +108,12 @@ class Call:
         self.chains = parameter_chains(program)
         self.sums: dict[str, OrderedSum] = {}
         self.keep_graph = False
-        self.out_spec = out_spec
-        self.loss: MicroLoss | None = None
-        self.losses: dict[int, torch.Tensor] = {}
-        self.loss_gradients: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
-        self.loss_turns = threading.Lock()
-        self.differentiable = False
-        self.inside_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.loss: LossInside | None = None
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
             for s in program.stages
-            if (s.writes or s.stateful) and checkpoint != "never"
+            if (s.writes or s.stateful) and how.checkpoint != "never"
         }
         for i, chunk in enumerate(chunks):
             for name, value in zip(program.inputs, chunk, strict=True):
@@ -127,32 +142,29 @@ class Call:
         self.gradients = {(name, i): [g] for i, row in enumerate(gradients) for name, g in row.items()}
         self.parameter_gradients = {}
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
-        again = frozenset(s.index for s in self.program.stages if s.writes and self.checkpoint != "never")
+        again = frozenset(s.index for s in self.program.stages if s.writes and self.how.checkpoint != "never")
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play(self.schedule.half(forward=False), dependencies(self.program, in_turn=again))
         if not keep_graph:
             self.records.clear()
 
-    def step(self, loss: MicroLoss) -> list[torch.Tensor]:
+    def step(self, loss: LossInside) -> None:
         """Play the whole schedule, the loss of a micro-batch before the backward of its last stage.
 
-        Afterwards `input_gradient` and `parameter_gradient` have the results.
+        Afterwards `input_gradient`, `parameter_gradient` and `loss` have the results.
 
-        Returns:
-            The weighted loss of each micro-batch, detached.
+        Raises:
+            GradientError: nothing requires a gradient.
         """
         self.loss = loss
-        if self.base_seed is None:
-            self.base_seed = draw_base_seed()
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play(self.schedule.workers, step_needs(self.program))
-        if not self.differentiable:
+        if not loss.differentiable:
             raise GradientError(
                 "the loss depends on nothing that requires a gradient",
                 remedy="pipe(x) computes without gradients",
             )
-        return [self.losses[i] for i in range(len(self.chunks))]
 
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
         """The gradient of one graph input of one micro-batch."""
@@ -169,10 +181,10 @@ class Call:
 
     def _play(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
         if self.serial:
-            play_serially(workers, needs, self._act)
+            play_serially(workers, needs, self.act)
         else:
             names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-            play(workers, needs, self._act, self.context, names)
+            play(workers, needs, self.act, self.how.context, names)
 
     def _act(self, action: Action) -> None:
         """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
@@ -183,48 +195,16 @@ class Call:
                 self._weight_half(action)
             else:
                 if self.loss is not None and action.stage == self.program.stages[-1].index:
-                    self._loss(action)
+                    self._loss(self.loss, action)
                 self._backward(action)
 
-    def _loss(self, action: Action) -> None:
-        """The loss of one micro-batch, and the gradients of the outputs.
-
-        What else the loss depends on (its own parameters, weights that it penalises) gets its gradient at the end of
-        the step, in one sum.
-        """
-        assert self.loss is not None and self.base_seed is not None
-        i = action.micro_batch
-        seed = stage_seed(self.base_seed, i, len(self.program.stages))
-        device = self.program.stages[-1].device
-        with self._errors_say_where(action), self.loss_turns, torch.enable_grad():
+    def _loss(self, loss: LossInside, action: Action) -> None:
+        """The loss of one micro-batch, and the gradients of the outputs."""
+        i, last = action.micro_batch, self.program.stages[-1]
+        with self._errors_say_where(action):
             taken = {v: self._take(v, i) for v in sorted(self.results)}
-            flat = [taken[v] if isinstance(v, str) else v[0] for v in self.program.outputs]
-            with self.inside_loss(), seeded(seed, device):
-                part = self.loss(i, tree_unflatten(flat, self.out_spec))
-            leaves = {v: tree_leaves(value) for v, value in taken.items()}
-            wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
-            others = [t for t in leaves_of(part) if id(t) not in wanted]
-            found: dict[int, torch.Tensor | None] = {}
-            if part.requires_grad:
-                every = [*wanted.values(), *others]
-                # The graph behind a target that came with one is there for the next micro-batch.
-                gradients = torch.autograd.grad(part, every, retain_graph=True, allow_unused=True)
-                found = {id(t): g for t, g in zip(every, gradients, strict=True)}
-            for v, row in leaves.items():
-                self.gradients[v, i] = [found.get(id(leaf)) for leaf in row]
-            for t in others:
-                self.loss_gradients.setdefault(id(t), (t, {}))[1][i] = found[id(t)]
-            self.losses[i] = part.detach()
-            self.differentiable = self.differentiable or part.requires_grad
-
-    def loss_gradient_sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the loss depends on beside the outputs, and its gradient: added up in the order of micro-batches."""
-        sums = []
-        for tensor, parts in self.loss_gradients.values():
-            terms = [g for _, g in sorted(parts.items()) if g is not None]
-            if terms:
-                sums.append((tensor, sum(terms[1:], terms[0])))
-        return sums
+            gradients = loss.gradients(i, len(self.program.stages), taken, last.device)
+            self.gradients.update(((v, i), row) for v, row in gradients.items())
 
     # -- actions -----------------------------------------------------------------------------------------------
 
@@ -233,13 +213,17 @@ class Call:
         with (
             self._errors_say_where(action),
             self._random_numbers(stage, i),
-            torch.set_grad_enabled(self.grad),
+            torch.set_grad_enabled(self.how.grad),
         ):
             inputs = {name: self._take(name, i) for name in stage.inputs}
-            with recomputation(self._is_recomputed(i)), transfers_cut() as crossings:
-                result = stage.module(*inputs.values())
+            norms, norms_again = self._norms(stage, i)
+            with recomputation(self._is_recomputed(i), norms_again), transfers_cut() as crossings, norms():
+                if self.how.anomaly is None:
+                    result = stage.module(*inputs.values())
+                else:
+                    result = run_watched(stage.module, inputs.values(), self.how.anomaly)
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
-            if self.grad:
+            if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}
                 leaves = {name: tree_leaves(v) for name, v in inputs.items()}
                 self.records[action.stage, i] = _Record(
@@ -292,6 +276,7 @@ class Call:
                         roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
                     )
                 )
+            self._check_gradients(record, [*shared, *alone], found)
         following = iter(found)
         for name, leaves in record.inputs.items():
             gradients = [next(following) if _has_grad(leaf) else None for leaf in leaves]
@@ -310,6 +295,20 @@ class Call:
             return
         for fqn in alone:
             self.sums[fqn].add(i, next(following))
+
+    def _check_gradients(
+        self, record: _Record, owned: Sequence[str], found: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Look for anomalies in what a backward has found: of the inputs first, then of the parameters."""
+        kind = self.how.anomaly
+        if kind is None or not is_bad(list(found), kind):
+            return
+        names = [name for name, row in record.inputs.items() for leaf in row if _has_grad(leaf)]
+        bad = [n for n, g in zip([*names, *owned], found, strict=True) if is_bad(g, kind)]
+        raise AnomalyError(
+            f"the gradient of {', '.join(bad[:3])} has {'a NaN' if kind == 'nan' else 'a NaN or infinity'}",
+            remedy="look at the operations of this stage; torch.autograd.detect_anomaly() on pipe.unsplit() names one",
+        )
 
     def _weight_half(self, action: Action) -> None:
         """The gradients of weights that are still to be computed; where nothing was put off, there are none."""
@@ -347,9 +346,15 @@ class Call:
     # -- circumstances -------------------------------------------------------------------------------------------
 
     def _is_recomputed(self, micro_batch: int) -> bool:
-        if self.checkpoint == "except_last":
+        if self.how.checkpoint == "except_last":
             return micro_batch < len(self.chunks) - 1
-        return bool(self.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
+        return bool(self.how.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
+
+    def _norms(self, stage: Stage, i: int) -> tuple[Around, Around]:
+        """What is around the computation of a stage whose batch normalisation is put off, and around later ones."""
+        if self.norms is None or not stage.writes:
+            return contextlib.nullcontext, contextlib.nullcontext
+        return functools.partial(self.norms.recording, i), functools.partial(self.norms.recomputing, i)
 
     def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
         if self.base_seed is None or not stage.random:

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from ..graph import resolve
 from ..ir import Program
 from .autograd import Runner
-from .loss import MicroLoss
+from .inside import LossInside
 
 _LOSSES = threading.local()  # of which pipelines this thread computes the loss, by their locks
 
@@ -49,15 +49,23 @@ class Guarded(Runner):
     def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
         super().__init__(*args)
         self._pipeline_lock = lock
-        self._written = [resolve(model, name) for stage in program.stages for name in stage.writes]
+        self._written = written_buffers(program, model)
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        with self._buffers_as_before():
-            return super().forward()
+        with buffers_as_before(self._written):
+            found = super().forward()
+            self._commit()
+            return found
 
-    def step(self, loss_of: MicroLoss) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        with self._buffers_as_before():
-            return super().step(loss_of)
+    def step(self, loss: LossInside) -> list[torch.Tensor | None]:
+        with buffers_as_before(self._written):
+            found = super().step(loss)
+            self._commit()
+            return found
+
+    def _commit(self) -> None:
+        if self.call.norms is not None:
+            self.call.norms.commit()
 
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
@@ -65,13 +73,19 @@ class Guarded(Runner):
         with self._pipeline_lock:
             return super().backward(gradients, keep_graph=keep_graph)
 
-    @contextlib.contextmanager
-    def _buffers_as_before(self) -> Iterator[None]:
-        """After an error, buffers have the contents that they had before."""
-        before = [buffer.detach().clone() for buffer in self._written]
-        try:
-            yield
-        except BaseException:
-            for buffer, value in zip(self._written, before, strict=True):
-                buffer.data.copy_(value)
-            raise
+
+def written_buffers(program: Program, model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that a forward writes to."""
+    return [resolve(model, name) for stage in program.stages for name in stage.writes]
+
+
+@contextlib.contextmanager
+def buffers_as_before(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """After an error, buffers have the contents that they had before."""
+    before = [buffer.detach().clone() for buffer in written]
+    try:
+        yield
+    except BaseException:
+        for buffer, value in zip(written, before, strict=True):
+            buffer.data.copy_(value)
+        raise

@@ -6,16 +6,18 @@ import copy
 import functools
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import tree_unflatten
+from ..compat import tree_flatten, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, region_modules, resolve
@@ -31,9 +33,12 @@ from ..schedules.needs import dependencies, step_needs
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
-from .execute import Call
-from .guarded import Guarded, check_not_in_loss, inside_loss
+from .batchnorm import DeferredNorms
+from .events import ActionHook
+from .execute import Call, Circumstances
+from .guarded import Guarded, buffers_as_before, check_not_in_loss, inside_loss, written_buffers
 from .hooks import call_with_hooks, has_hooks
+from .inside import LossInside
 from .kept import kept_by_device
 from .loss import MicroLoss, check_loss, in_parts
 from .microbatch import Merge, sizes
@@ -67,6 +72,7 @@ class Pipeline(nn.Module):
     _schedules: dict[int, Schedule]
     _names: tuple[list[str], list[str]]
     _seen: list[tuple[dict[str, Any], str, Any]]
+    _action_hooks: OrderedDict[int, ActionHook]
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class Pipeline(nn.Module):
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
         own.update(_lock=lock, _serial=False, _schedules={}, _names=layout(model), _seen=[])
+        own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -162,17 +169,16 @@ class Pipeline(nn.Module):
     def _call(
         self, chunks: list[list[torch.Tensor]], parameters: dict[str, nn.Parameter], *, grad: bool
     ) -> Call:
-        return Call(
-            self.program,
-            self.schedule_for(len(chunks)),
-            chunks,
-            parameters,
+        how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
             context=thread_state(),
             serial=self._serial,
-            out_spec=self.traced.out_spec,
+            hooks=tuple(self._action_hooks.values()),
+            norms=DeferredNorms.of_model(self.model) if self.plan.deferred_batch_norm else None,
+            anomaly=self.plan.detect_anomaly,
         )
+        return Call(self.program, self.schedule_for(len(chunks)), chunks, parameters, how)
 
     def step(
         self,
@@ -202,7 +208,19 @@ class Pipeline(nn.Module):
             ArgumentError: the loss is not a single number, or its reduction is not known.
             ArgumentError, BatchError: as a call.
         """
-        with torch.enable_grad():
+        loss, _ = self.step_with_output(*args, loss_fn=loss_fn, target=target, reduction=reduction, **kwargs)
+        return loss
+
+    def step_with_output(
+        self,
+        *args: Any,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
+        reduction: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """As `step`; returns the loss and the output of the whole batch, detached: for metrics and logs."""
+        with torch.enable_grad(), buffers_as_before(written_buffers(self.active.program, self.model)):
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
@@ -211,7 +229,8 @@ class Pipeline(nn.Module):
             output = self(*args, **kwargs)
             loss = loss_fn(output) if target is None else loss_fn(output, target)
             torch.autograd.backward(check_loss(loss))
-        return loss.detach()
+            leaves, spec = tree_flatten(output)
+        return loss.detach(), tree_unflatten([_detached(leaf) for leaf in leaves], spec)
 
     def _step_inside(
         self,
@@ -219,25 +238,40 @@ class Pipeline(nn.Module):
         chunks: list[list[torch.Tensor]],
         rows: list[int],
         loss_of: MicroLoss,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Any]:
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
-            call.inside_loss = functools.partial(inside_loss, self._lock)
-            losses, gradients = runner.step(loss_of)
+            around = functools.partial(inside_loss, self._lock)
+            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around)
+            gradients = runner.step(loss)
             found = {
                 id(t): (t, g)
                 for t, g in zip((*inputs, *parameters.values()), gradients, strict=True)
                 if g is not None
             }
-            for tensor, gradient in call.loss_gradient_sums():
+            for tensor, gradient in loss.sums():
                 known = found.get(id(tensor))
                 found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
             # Autograd adds them to .grad, and runs the hooks of parameters.
             torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
-        return sum(losses[1:], losses[0])
+            outputs = runner.merged([loss.values[i] for i in range(len(rows))])
+        return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
+
+    def register_action_hook(self, hook: ActionHook) -> RemovableHandle:
+        """Call ``hook(event)`` after every action of a call, with a `fxsplit.ActionEvent`.
+
+        Hooks run in the workers' threads, one action at a time of each worker. An error in one ends the call as an
+        error of the action would. For logs and timelines; what a hook sees is not the model's to compute with.
+
+        Returns:
+            A handle; ``handle.remove()`` takes the hook away.
+        """
+        handle = RemovableHandle(self._action_hooks)
+        self._action_hooks[handle.id] = hook
+        return handle
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
@@ -493,6 +527,10 @@ class Pipeline(nn.Module):
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def verify(pipe: Pipeline) -> str:

@@ -1,0 +1,98 @@
+"""The loss in the middle of a step: the loss of each micro-batch, and the gradients of what it depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..compat import TreeSpec, tree_leaves, tree_unflatten
+from ..rng import draw_base_seed, seeded, stage_seed
+from .loss import MicroLoss, leaves_of
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class LossInside:
+    """The losses of one step.
+
+    Args:
+        loss: of a micro-batch.
+        outputs: of the program, in order: the name of a value, or a constant in a 1-tuple.
+        out_spec: their structure.
+        around: entered while `loss` runs.
+
+    Attributes:
+        losses: micro-batch → its weighted loss, detached.
+        values: micro-batch → flat outputs, detached.
+        differentiable: whether any of the losses depends on something that requires a gradient.
+    """
+
+    def __init__(
+        self,
+        loss: MicroLoss,
+        outputs: Sequence[str | tuple[Any, ...]],
+        out_spec: TreeSpec,
+        around: Around,
+    ) -> None:
+        self.loss, self.outputs, self.out_spec, self.around = loss, outputs, out_spec, around
+        self.losses: dict[int, torch.Tensor] = {}
+        self.values: dict[int, list[Any]] = {}
+        self.differentiable = False
+        self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
+        self._turns = threading.Lock()
+        self._base_seed = draw_base_seed()
+
+    def gradients(
+        self, i: int, stages: int, taken: Mapping[str, Any], device: torch.device
+    ) -> dict[str, list[torch.Tensor | None]]:
+        """The gradients of the leaves of each output, for one micro-batch.
+
+        What else the loss depends on (its own parameters, weights that it penalises) gets its gradient at the end of
+        the step, in one sum: `sums`.
+
+        Args:
+            taken: output → its value, leaves of a graph of their own.
+            device: of the last stage; random numbers of the loss are seeded there.
+        """
+        seed = stage_seed(self._base_seed, i, stages)
+        with self._turns, torch.enable_grad():
+            flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
+            with self.around(), seeded(seed, device):
+                part = self.loss(i, tree_unflatten(flat, self.out_spec))
+            leaves = {v: tree_leaves(value) for v, value in taken.items()}
+            wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
+            others = [t for t in leaves_of(part) if id(t) not in wanted]
+            found: dict[int, torch.Tensor | None] = {}
+            if part.requires_grad:
+                every = [*wanted.values(), *others]
+                # The graph behind a target that came with one is there for the next micro-batch.
+                gradients = torch.autograd.grad(part, every, retain_graph=True, allow_unused=True)
+                found = {id(t): g for t, g in zip(every, gradients, strict=True)}
+            for t in others:
+                self._others.setdefault(id(t), (t, {}))[1][i] = found[id(t)]
+            self.losses[i] = part.detach()
+            self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
+            self.differentiable = self.differentiable or part.requires_grad
+        return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
+
+    def total(self) -> torch.Tensor:
+        """The loss of the whole batch."""
+        losses = [self.losses[i] for i in range(len(self.losses))]
+        return sum(losses[1:], losses[0])
+
+    def sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the loss depends on beside the outputs, and its gradient: added up in the order of micro-batches."""
+        sums = []
+        for tensor, parts in self._others.values():
+            terms = [g for _, g in sorted(parts.items()) if g is not None]
+            if terms:
+                sums.append((tensor, sum(terms[1:], terms[0])))
+        return sums
+
+
+def _has_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
