@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..actions import Schedule
+from ..actions import Action, Schedule
 from ..cost.saved import Live, Saved, live_bytes
 from ..graph import region_runs
 from ..ir import Stage, Traced
@@ -33,22 +33,30 @@ def kept_by_device(
     """
     order = {n.name: n for n in traced.graph.nodes}
 
-    def simulated(group: Sequence[Stage]) -> Live:
+    def simulated(group: Sequence[Stage], policy: Any) -> Live:
         nodes = [[order[name] for name in stage.nodes] for stage in group]
-        live = live_bytes(saved, nodes, [region_runs(stage) for stage in group], micro_batches)
-        if checkpoint == "except_last":
-            plain = live_bytes(saved, nodes, [[] for _ in group], micro_batches).kept
-            live = live.except_last(plain, micro_batches)
-        return live
+        runs: Sequence[Any] = [region_runs(stage) if policy != "never" else [] for stage in group]
+        return live_bytes(saved, nodes, runs, micro_batches)
 
     found: dict[torch.device, Live] = {}
     for device in dict.fromkeys(stage.device for stage in stages):
         here = [s for s in stages if s.device == device]
-        if schedule.forward_first:  # stages that keep everything share storages
-            found[device] = simulated(here)
-            continue
-        each = {stage.index: simulated([stage]) for stage in here}
-        nbytes = [each[s].kept / micro_batches if s in each else 0.0 for s in range(len(stages))]
-        kept = round(sum(most_kept(actions, nbytes) for actions in schedule.workers))
-        found[device] = Live(kept, kept + max(live.peak - live.kept for live in each.values()))
+        again = [simulated(here[:k], "always") for k in range(len(here) + 1)]
+        plain = [simulated(here[:k], "never") for k in range(len(here) + 1)]
+        # What a stage keeps beyond those before it: they keep a value that they give at least as long.
+        added = {
+            stage.index: (again[k + 1].kept - again[k].kept, plain[k + 1].kept - plain[k].kept)
+            for k, stage in enumerate(here)
+        }
+
+        def nbytes(action: Action, added: dict[int, tuple[int, int]] = added) -> float:
+            last = checkpoint == "except_last" and action.micro_batch == micro_batches - 1
+            return added.get(action.stage, (0, 0))[last] / micro_batches
+
+        def halved(action: Action) -> bool:
+            last = checkpoint == "except_last" and action.micro_batch == micro_batches - 1
+            return last or not region_runs(stages[action.stage])
+
+        kept = round(sum(most_kept(actions, nbytes, halved) for actions in schedule.workers))
+        found[device] = Live(kept, kept + again[-1].peak - again[-1].kept)
     return found

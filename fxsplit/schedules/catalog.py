@@ -190,16 +190,26 @@ def _planned(
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per worker the most micro-batches of its stages that it has gone forward with and not yet finished backward."""
-    each = [1.0] * schedule.stages
-    return tuple(int(most_kept(actions, each)) for actions in schedule.workers)
+    return tuple(int(most_kept(actions, lambda _: 1)) for actions in schedule.workers)
 
 
-def most_kept(actions: Iterable[Action], nbytes: Sequence[float]) -> float:
-    """The most that one worker keeps at once, if a micro-batch of stage s is ``nbytes[s]`` until it is done with."""
-    change = {"F": 1, "I": 0, "W": -1, "B": -1}
+def most_kept(
+    actions: Iterable[Action],
+    nbytes: Callable[[Action], float],
+    halved: Callable[[Action], bool] = lambda _: True,
+) -> float:
+    """The most that one worker keeps at once.
+
+    Args:
+        nbytes: what a stage keeps of a micro-batch, from its forward to the end of its backward.
+        halved: whether that end is the second half of a backward in two, and not the first.
+    """
     most = now = 0.0
     for action in actions:
-        now += change[action.kind] * nbytes[action.stage]
+        if action.kind == "F":
+            now += nbytes(action)
+        elif action.kind == "B" or (action.kind == "W") == halved(action):
+            now -= nbytes(action)
         most = max(most, now)
     return most
 
