@@ -58,20 +58,23 @@ def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *arg
 Crossing = tuple[torch.Tensor, torch.Tensor]
 
 
+Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class _Mode(threading.local):
-    recompute = True
-    crossings: list[Crossing] | None = None
-    around: Around = contextlib.nullcontext
+    def __init__(self) -> None:
+        self.recompute = True
+        self.crossings: list[Crossing] | None = None
+        self.move: Move = lambda tensor, device: tensor.to(device)
+        self.around: Around = contextlib.nullcontext
 
 
 _mode = _Mode()
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    moved = tensor.to(device, non_blocking=True)
+    moved = _mode.move(tensor, device)
     if _mode.crossings is None:
         return moved
     moved = moved.detach().requires_grad_(tensor.requires_grad)
@@ -80,17 +83,21 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def transfers_cut() -> Iterator[list[Crossing]]:
+def transfers_cut(move: Move) -> Iterator[list[Crossing]]:
     """In this thread, `transfer` ends the autograd graph: what it gives is a leaf.
+
+    Args:
+        move: makes the copy.
 
     Yields the pairs (tensor, moved tensor). Whoever plays backward carries the gradient back; gradients from
     elsewhere then enter behind the transfer, where autograd adds the stage's own to them one by one.
     """
-    before, _mode.crossings = _mode.crossings, []
+    before = _mode.crossings, _mode.move
+    _mode.crossings, _mode.move = [], move
     try:
         yield _mode.crossings
     finally:
-        _mode.crossings = before
+        _mode.crossings, _mode.move = before
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from ..rng import Stream, draw_base_seed, stage_seed
 from ..schedules.needs import dependencies, parameter_chains, step_needs
 from .anomaly import is_bad, run_watched
 from .batchnorm import DeferredNorms
+from .device import lanes_of
 from .events import ActionHook, announced
 from .halves import can_be_halved, input_half
 from .inside import LossInside
@@ -109,6 +110,7 @@ class Call:
         self.sums: dict[str, OrderedSum] = {}
         self.keep_graph = False
         self.loss: LossInside | None = None
+        self.lanes = lanes_of([s.device for s in program.stages])
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
@@ -129,6 +131,7 @@ class Call:
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
         self.values.clear()
+        self.lanes.leaves(tree_leaves(rows))
         return rows
 
     def backward(self, gradients: Sequence[dict[str, Any]], *, keep_graph: bool) -> None:
@@ -169,22 +172,27 @@ class Call:
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
         """The gradient of one graph input of one micro-batch."""
         found = self.gradients.get((name, micro_batch))
+        self.lanes.leaves(found or ())
         return found[0] if found else None
 
     def parameter_gradient(self, fqn: str) -> torch.Tensor | None:
         """The sum over all micro-batches, added in their order."""
-        return self.sums[fqn].total() if fqn in self.chains else None
+        found = self.sums[fqn].total() if fqn in self.chains else None
+        self.lanes.leaves((found,))
+        return found
 
     def release(self) -> None:
         """Drop the gradients that the caller has taken."""
         self.gradients, self.parameter_gradients, self.sums = {}, {}, {}
 
     def _play(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
-        if self.serial:
-            play_serially(workers, needs, self.act)
-        else:
-            names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-            play(workers, needs, self.act, self.how.context, names)
+        act = self.lanes.queued(self.act, needs)
+        with self.lanes.fenced():
+            if self.serial:
+                play_serially(workers, needs, act)
+            else:
+                names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
+                play(workers, needs, act, self.how.context, names)
 
     def _act(self, action: Action) -> None:
         """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
@@ -202,7 +210,7 @@ class Call:
         """The loss of one micro-batch, and the gradients of the outputs."""
         i, last = action.micro_batch, self.program.stages[-1]
         with self._errors_say_where(action):
-            taken = {v: self._take(v, i) for v in sorted(self.results)}
+            taken = {v: self._take(v, i, last.index) for v in sorted(self.results)}
             gradients = loss.gradients(i, len(self.program.stages), taken, last.device)
             self.gradients.update(((v, i), row) for v, row in gradients.items())
 
@@ -215,9 +223,13 @@ class Call:
             self._random_numbers(stage, i),
             torch.set_grad_enabled(self.how.grad),
         ):
-            inputs = {name: self._take(name, i) for name in stage.inputs}
+            inputs = {name: self._take(name, i, stage.index) for name in stage.inputs}
             norms, norms_again = self._norms(stage, i)
-            with recomputation(self._is_recomputed(i), norms_again), transfers_cut() as crossings, norms():
+            with (
+                recomputation(self._is_recomputed(i), norms_again),
+                transfers_cut(self.lanes.move) as crossings,
+                norms(),
+            ):
                 if self.how.anomaly is None:
                     result = stage.module(*inputs.values())
                 else:
@@ -247,7 +259,8 @@ class Call:
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
-                    seeds.append(gradient.to(tensor.device))
+                    seeds.append(self.lanes.move(gradient, tensor.device))
+                    self.lanes.uses(stage.index, (gradient,))
 
         for name, leaves in record.outputs.items():
             seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
@@ -282,7 +295,8 @@ class Call:
             gradients = [next(following) if _has_grad(leaf) else None for leaf in leaves]
             homes = record.homes[name]
             self.gradients[name, i] = [
-                g if g is None else g.to(d) for g, d in zip(gradients, homes, strict=True)
+                g if g is None or d is None else self.lanes.move(g, d)
+                for g, d in zip(gradients, homes, strict=True)
             ]
         for fqn in shared:
             gradient = next(following)
@@ -334,9 +348,10 @@ class Call:
             self.values[name, i] = tree_map(_handed_over, value)
             self.unread[name, i] = readers
 
-    def _take(self, name: str, i: int) -> Any:
+    def _take(self, name: str, i: int, stage: int) -> Any:
         """A leaf of its own for this reader; the value is dropped after the last one."""
         value = tree_map(_handed_over, self.values[name, i])
+        self.lanes.uses(stage, tree_leaves(value))
         with self.lock:
             self.unread[name, i] -= 1
             if not self.unread[name, i]:

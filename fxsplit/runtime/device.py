@@ -1,0 +1,160 @@
+"""Queues of devices: the one module that knows of streams and events.
+
+A CPU computes when it is told to. A CUDA device has a stream for each stage and one for copies. An action is put on its
+stage's stream behind events of the actions that it needs, so that no thread of the host waits for a device: what the
+host is told to be done, is queued. A copy from another device waits for those events alone and not for what the stage
+still computes, and so overlaps with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..actions import Action, Needs
+
+Act = Callable[[Action], None]
+
+
+class Lanes:
+    """Devices without queues."""
+
+    def queued(self, act: Act, needs: Needs) -> Act:
+        """`act` on the queue of its stage, behind the actions that it needs."""
+        return act
+
+    @contextlib.contextmanager
+    def fenced(self) -> Iterator[None]:
+        """What is queued inside begins after what the caller has queued, and the caller goes on after it."""
+        yield
+
+    def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on another device, for the action of this thread."""
+        return tensor.to(device)
+
+    def uses(self, stage: int, tensors: Iterable[Any]) -> None:
+        """The memory of these tensors is read by a stage: it is not given to others before that is done."""
+
+    def leaves(self, tensors: Iterable[Any]) -> None:
+        """The same for the caller, who gets these tensors."""
+
+
+class CudaLanes(Lanes):
+    """Streams of CUDA devices.
+
+    Args:
+        devices: per stage.
+        cuda: `torch.cuda`, or what stands for it in a test.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._devices = list(devices)
+        self._compute = [cuda.Stream(device=d) if d.type == "cuda" else None for d in devices]
+        kinds = dict.fromkeys(d for d in devices if d.type == "cuda")
+        self._copy = {d: cuda.Stream(device=d) for d in kinds}
+        self._events: dict[Action, list[Any]] = {}
+
+    def queued(self, act: Act, needs: Needs) -> Act:
+        def on_stream(action: Action) -> None:
+            stream = self._compute[action.stage]
+            before = [event for n in needs(action) for event in self._events.get(n, ())]
+            with _doing(_Doing(stream, before)) as now:
+                if stream is None:  # what it needs is copied to the host, and the copies are waited for
+                    act(action)
+                    self._events[action] = now.copies
+                    return
+                with self._cuda.device(self._devices[action.stage]), self._cuda.stream(stream):
+                    for event in before:
+                        stream.wait_event(event)
+                    act(action)
+                    self._events[action] = [stream.record_event()]
+
+        return on_stream
+
+    @contextlib.contextmanager
+    def fenced(self) -> Iterator[None]:
+        streams = [s for s in (*self._compute, *self._copy.values()) if s is not None]
+        for stream in streams:
+            stream.wait_stream(self._cuda.current_stream(stream.device))
+        try:
+            yield
+        finally:
+            for stream in streams:
+                self._cuda.current_stream(stream.device).wait_stream(stream)
+
+    def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        device, now = torch.device(device), _THREAD.doing
+        ends = [self._copy[d] for d in dict.fromkeys((tensor.device, device)) if d in self._copy]
+        if tensor.device == device or not ends:
+            return tensor.to(device)
+        for stream in ends:
+            if now.stream is not None and tensor.device == now.stream.device:
+                stream.wait_stream(now.stream)  # this action has made it
+            for event in now.before:
+                stream.wait_event(event)
+        with contextlib.ExitStack() as stack:
+            for stream in ends:
+                stack.enter_context(self._cuda.stream(stream))
+            # A copy to the host is read at once, so it is waited for.
+            moved = tensor.to(device, non_blocking=device.type == "cuda")
+            done = [stream.record_event() for stream in ends]
+        if tensor.device in self._copy:
+            tensor.record_stream(self._copy[tensor.device])
+        now.copies += done
+        if now.stream is not None:
+            for event in done:
+                now.stream.wait_event(event)
+            if device == now.stream.device:
+                moved.record_stream(now.stream)
+        return moved
+
+    def uses(self, stage: int, tensors: Iterable[Any]) -> None:
+        stream = self._compute[stage]
+        if stream is not None:
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.device == self._devices[stage]:
+                    tensor.record_stream(stream)
+
+    def leaves(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+                tensor.record_stream(self._cuda.current_stream(tensor.device))
+
+
+@dataclass
+class _Doing:
+    """The action of a thread: its stage's stream, what it is behind, and the copies that it has made."""
+
+    stream: Any = None
+    before: Sequence[Any] = ()
+    copies: list[Any] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.doing = _Doing()
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def _doing(now: _Doing) -> Iterator[_Doing]:
+    before, _THREAD.doing = _THREAD.doing, now
+    try:
+        yield now
+    finally:
+        _THREAD.doing = before
+
+
+def lanes_of(devices: Sequence[torch.device]) -> Lanes:
+    """The queues of the devices of the stages."""
+    if any(d.type == "cuda" for d in devices):
+        return CudaLanes([torch.empty(0, device=d).device for d in devices])
+    return Lanes()
