@@ -3,7 +3,6 @@
 import copy
 import itertools
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from fxsplit.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime.execute import Call
 from fxsplit.runtime.microbatch import sizes
 from tests.models import build
-from tests.strategies import batches, modules
+from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, weighed_plans
 
 LOSS = {"loss_fn": F.cross_entropy}
 
@@ -196,17 +195,17 @@ def of_all(output):
 
 @st.composite
 def pipelined(draw):
+    """Plans of every schedule with the loss inside; cuts, often orders, and replicas as they come."""
+    plan = draw(weighed_plans())
     schedule = draw(st.sampled_from([s for s in SCHEDULES if s not in ("gpipe", "breadth_first")]))
-    return fxsplit.Plan(
-        stages=draw(st.integers(1, 4)),
-        micro_batches=draw(st.integers(1, 5)),
-        schedule=schedule,
-        workers=draw(st.integers(1, 3)) if schedule in SHARED_WORKERS else None,
-        checkpoint=draw(st.sampled_from(["never", "always", "except_last"])),
-    )
+    workers = None
+    if schedule in SHARED_WORKERS:
+        workers = draw(st.integers(1, 3))
+        plan = plan.replace(replicas=draw(st.integers(1, 2)), devices=None)
+    return plan.replace(schedule=schedule, workers=workers)
 
 
-@settings(max_examples=200)
+@settings(max_examples=6 * EXAMPLES)
 @given(modules(), pipelined(), st.integers(1, 2), st.data())
 def test_every_schedule_is_bit_equal_to_accumulation(model, plan, inputs, data):
     assume(not any(name == "view_add_" for name, _, _ in model.recipe))
@@ -214,12 +213,10 @@ def test_every_schedule_is_bit_equal_to_accumulation(model, plan, inputs, data):
     eager = copy.deepcopy(model)
     try:
         _oracle(eager, args, sizes(len(args[0]), plan.micro_batches), of_all)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*mixes rows of the batch")
-            pipe = fxsplit.compile(model, plan, example_args=args)
-    except (RuntimeError, fxsplit.errors.FxsplitError):
+    except RuntimeError:  # in-place writes may destroy what backward needs
         assume(False)
     assume(any(p.grad is not None for p in eager.parameters()))
+    pipe = compiled_with_fewer(model, plan, args, check=False)
     pipe.step(*args, loss_fn=of_all, reduction="mean")
     for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name

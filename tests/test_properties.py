@@ -1,20 +1,13 @@
 """Random models × plans × batches: the split equals eager on the same micro-batches in order, bit for bit."""
 
 import copy
-import os
-import warnings
 
 import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-import fxsplit
 from fxsplit.testing import assert_equivalent
-from tests.strategies import batches, modules, plans, weighed_plans
-
-EXAMPLES = int(
-    os.environ.get("FXSPLIT_EXAMPLES", "250")
-)  # more of them: FXSPLIT_EXAMPLES=20000 pytest tests/test_properties.py
+from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, plans, weighed_plans
 
 
 def _eager_runs(model, args):
@@ -33,17 +26,6 @@ def _eager_runs(model, args):
     return True
 
 
-def _compile(model, plan, args):
-    """The plan may ask for more stages than there are units: then fewer."""
-    while True:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*mixes rows of the batch")
-                return fxsplit.compile(model, plan, example_args=args)
-        except fxsplit.errors.PartitionError:
-            plan = plan.replace(stages=plan.stages - 1)
-
-
 def _min_rows(model):
     return 2 if any(isinstance(m, torch.nn.BatchNorm1d) for m in model.modules()) else 1
 
@@ -54,7 +36,7 @@ def test_split_equals_eager(data, model, plan, inputs):
     example = tuple(x.detach() for x in data.draw(batches(inputs, least=4)))
     args = data.draw(batches(inputs, least=2 * plan.micro_batches if _min_rows(model) == 2 else 1))
     assume(_eager_runs(model, args))
-    pipe = _compile(copy.deepcopy(model), plan, example)
+    pipe = compiled_with_fewer(copy.deepcopy(model), plan, example)
     note("\n\n".join(stage.code for stage in pipe))
     before = copy.deepcopy(pipe.state_dict())
     # Autograd rebuilds the graph of a view when its base was written to, at its next use: where it then adds
@@ -71,7 +53,7 @@ def test_two_processes_of_compilation_agree(model, plan, args):
     """Compiling twice gives the same bytes."""
     assume(_eager_runs(model, args))
     example = tuple(x.detach() for x in args)
-    first = _compile(copy.deepcopy(model), plan, example)
-    second = _compile(copy.deepcopy(model), plan, example)
+    first = compiled_with_fewer(copy.deepcopy(model), plan, example)
+    second = compiled_with_fewer(copy.deepcopy(model), plan, example)
     assert [s.code for s in first] == [s.code for s in second]
     assert first.report() == second.report()
