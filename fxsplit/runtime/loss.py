@@ -73,7 +73,7 @@ def check_loss(loss: Any) -> torch.Tensor:
         raise ArgumentError(
             f"loss_fn returned {shown}, not a single number", remedy="return loss.mean() or loss.sum()"
         )
-    return loss
+    return loss.reshape(())
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
