@@ -18,9 +18,10 @@ from ..ops import recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
 from ..schedules.actions import Action, Kind, Needs, Schedule
 from ..schedules.needs import dependencies, parameter_chains
+from .blame import users_line
 from .loss import MicroLoss, leaves_of
 from .rng import draw_base_seed, seeded, stage_seed
-from .worker import Context, play, play_serially
+from .worker import play, play_serially
 
 
 @dataclass
@@ -53,12 +54,11 @@ class Call:
         *,
         grad: bool,
         checkpoint: Any,
-        context: Context,
         serial: bool,
         out_spec: TreeSpec,
     ) -> None:
         self.program, self.schedule, self.chunks, self.parameters = program, schedule, chunks, parameters
-        self.grad, self.checkpoint, self.context = grad, checkpoint, context
+        self.grad, self.checkpoint = grad, checkpoint
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = serial or len(chunks) == 1
         self.base_seed = (
@@ -181,7 +181,7 @@ class Call:
             play_serially(workers, needs, self._act)
         else:
             names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-            play(workers, needs, self._act, self.context, names)
+            play(workers, needs, self._act, names)
 
     def _act(self, action: Action) -> None:
         """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
@@ -353,7 +353,7 @@ class Call:
             span = first if first == last else f"{first} … {last}"
             error.add_note(
                 f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {stage.device}), "
-                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}"
+                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
             )
             raise
 

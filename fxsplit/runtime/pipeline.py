@@ -38,7 +38,6 @@ from .kept import kept_by_device
 from .loss import MicroLoss, check_loss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
-from .worker import thread_state
 
 
 class Pipeline(nn.Module):
@@ -169,7 +168,6 @@ class Pipeline(nn.Module):
             parameters,
             grad=grad,
             checkpoint=self.plan.checkpoint,
-            context=thread_state(),
             serial=self._serial,
             out_spec=self.traced.out_spec,
         )
