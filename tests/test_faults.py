@@ -29,10 +29,8 @@ PLAN = fxsplit.Plan(cut=["blocks.1", "blocks.2"], micro_batches=MICRO_BATCHES)
 # draws random numbers (its stages then take turns)
 PLANS = {
     "gpipe": (PLAN, "FB", False, False),
-    "gpipe, recomputed": (PLAN.replace(checkpoint="always"), "FB", False, True),
-    "gpipe, replicas": (PLAN.replace(replicas=[1, 2, 2]), "FB", False, False),
     "1f1b": (PLAN.replace(schedule="1f1b"), "FB", True, False),
-    "1f1b, recomputed, replicas": (
+    "1f1b, recomputed, replicas, random": (
         PLAN.replace(schedule="1f1b", checkpoint="always", replicas=[2, 1, 2]),
         "FB",
         True,
@@ -218,15 +216,14 @@ def test_any_action_may_fail(pair, action, inside):
     check_recovers(pipe, twin, inside)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(
     ("pair", "action", "inside"),
     [c for c in cases() if (c.values[1].stage, c.values[1].micro_batch) in {(0, 0), (1, 2), (2, 3)}],
     indirect=["pair"],
 )
-def test_interrupts_inside_of_workers_propagate(pair, action, inside, kind):
+def test_interrupts_inside_of_workers_propagate(pair, action, inside):
     pipe, twin = pair
-    error = kind("stop")
+    error = SystemExit("stop") if action.stage == 2 else KeyboardInterrupt()
     pipe.model.arm(action, fail_with(error))
     check_fails(pipe, inside, error)
     check_recovers(pipe, twin, inside)
@@ -266,21 +263,27 @@ def test_of_two_failures_the_caller_gets_the_earlier_one(pair, first, second, er
 
 def test_an_error_that_is_dropped_keeps_nothing(pair):
     """Without the garbage collector: who catches an out-of-memory error wants the memory now."""
-    pipe, alive = pair[0], []
-    hook = pipe.model.blocks[1].wire.register_forward_hook(
-        lambda m, args, y: alive.append(weakref.ref(y.untyped_storage()))
-    )
-    pipe.model.arm(Action("F", 2, 1), fail_with(ValueError("on purpose")))
+    pipe, _ = pair
+
+    def tensors():
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    def fail():
+        raise ValueError("on purpose")
+
+    step(pipe, inside=False)
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(ValueError):
-            step(pipe, inside=False)
-        pipe.model.disarm()  # the error is in there
-        assert alive and all(ref() is None for ref in alive)
+        before = tensors()
+        for action in (Action("F", 2, 1), Action("B", 0, 1)):
+            pipe.model.arm(action, fail)
+            with contextlib.suppress(ValueError):
+                step(pipe, inside=False)
+            pipe.model.disarm()
+            assert tensors() <= before
     finally:
         gc.enable()
-        hook.remove()
 
 
 # -- the caller is interrupted ----------------------------------------------------------------------------------------

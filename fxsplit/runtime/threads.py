@@ -49,12 +49,11 @@ def thread_state() -> Context:
                 stack.enter_context(saved_tensors_hooks(*hooks))
             if refused is not None:
                 stack.enter_context(disable_saved_tensors_hooks(refused))
-            # Set, and not entered as contexts: the first worker that left one would empty the cache of all threads.
+            # Set, and not entered as a context: to leave one empties a cache of cast weights that all threads share.
             for kind, enabled, dtype in autocast:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_cache_enabled(caches)
-            torch.autocast_increment_nesting()
             yield
 
     return entered

@@ -90,7 +90,7 @@ class _Players:
         self.at = [actions[0] for actions in workers]
         self.finished = [False] * len(workers)
         self.running: set[int] = set()
-        self.lost: list[int] = []
+        self.broken: list[int] = []  # ended early, and nobody had told them to
         self.callers = torch.get_num_threads()
         self.share = intra_op or max(1, self.callers // len(workers))
         self.state = thread_state()
@@ -120,8 +120,8 @@ class _Players:
             finally:  # no cycle through the traceback: what the workers made is freed with the error
                 self.failures.clear()
                 del error
-        if not all(self.finished):
-            w = self.lost[0] if self.lost else self.finished.index(False)
+        if self.broken:
+            w = self.broken[0]
             raise WorkerError(
                 "a worker thread ended before its actions were done",
                 where=f"{self.names[w]}, at action {self.at[w]}",
@@ -135,11 +135,12 @@ class _Players:
                 ended = self.outbox.get(timeout=LOOK)
                 self.running.discard(ended)
                 if not self.finished[ended]:
+                    self.broken.append(ended)
                     self._stop()
             except Empty:
                 gone = [w for w in self.running if _is_gone(self.threads[w])]
                 if gone and self.outbox.empty():  # not one that said so at the last moment
-                    self.lost += gone
+                    self.broken += gone
                     self.running.difference_update(gone)
                     self._stop()
 
@@ -153,8 +154,8 @@ class _Players:
             try:
                 self._stop()
                 self._wait()
-                for w, thread in enumerate(self.threads):
-                    if w not in self.lost and thread.ident is not None:
+                for thread in self.threads:
+                    if not _is_gone(thread):
                         thread.join()
                 if self.share != self.callers:
                     torch.set_num_threads(self.callers)  # the workers changed what new threads start with
