@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import (
+    _device,  # torch 2.13
     _python_dispatch,  # torch 2.13
     _pytree,  # torch 2.13: the pytree that transformers and torch.export register with
 )
@@ -310,3 +311,30 @@ def sdpa_switches() -> list[str]:
     return [
         name for name in dir(torch._C) if name.startswith(("_set_sdp_use_", "_set_sdp_priority"))
     ]  # torch 2.13
+
+
+def autocast_kinds() -> list[str]:
+    """The types of device that have an autocast state of their own."""
+    return list(torch._C._autocast_supported_devices())  # torch 2.13
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Pack and unpack of the innermost `saved_tensors_hooks` of this thread; None where there is none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch 2.13
+
+
+def saved_tensors_hooks_refused() -> str | None:
+    """What `disable_saved_tensors_hooks` says in this thread; None where it is not in force."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # torch 2.13
+
+
+def backward_uses_threads() -> bool:
+    """Whether `torch.autograd.set_multithreading_enabled` is on in this thread."""
+    return torch._C._is_multithreading_enabled()  # torch 2.13
+
+
+def modes_in_force() -> bool:
+    """Whether this thread is inside of a `TorchFunctionMode` or `TorchDispatchMode`; a default device is none."""
+    functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch 2.13
+    dispatch = torch._C._len_torch_dispatch_stack()  # torch 2.13
+    return dispatch > 0 or any(not isinstance(mode, _device.DeviceContext) for mode in functions)

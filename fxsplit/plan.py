@@ -110,6 +110,8 @@ class Plan:
         replicas: how many workers run each stage, or a list with the number for each stage; micro-batch i of a
             stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters. ``"auto"``
             picks stages and replicas together for the list of `devices` (with `stages`, that many).
+        threads: how many each worker uses inside of an operation of the CPU. Default: those of the caller
+            (`torch.get_num_threads`), shared out evenly.
         deferred_batch_norm: whether the running statistics of batch normalisation are updated once, after a whole
             forward, by those of the whole batch; otherwise each micro-batch updates them. Either way a micro-batch is
             normalised by its own.
@@ -138,6 +140,7 @@ class Plan:
     workers: int | None = None
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int | str | Sequence[int] = 1
+    threads: int | None = None
     deferred_batch_norm: bool = False
     detect_anomaly: str | None = None
     batch_dims: Mapping[str, int | None] | None = None
@@ -153,6 +156,8 @@ class Plan:
             self._check_devices()
         self._check_replicas()
         self._check_hardware()
+        if self.threads is not None:
+            _check_positive("threads", self.threads)
         if not isinstance(self.deferred_batch_norm, bool):
             raise PlanError(
                 f"deferred_batch_norm={self.deferred_batch_norm!r} is not True or False", remedy="True"

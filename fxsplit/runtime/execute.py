@@ -23,11 +23,12 @@ from ..rng import Stream, draw_base_seed, stage_seed
 from ..schedules.needs import dependencies, parameter_chains, step_needs
 from .anomaly import is_bad, run_watched
 from .batchnorm import DeferredNorms
+from .blame import users_line
 from .device import lanes_of
 from .events import ActionHook, announced
 from .halves import can_be_halved, input_half
 from .inside import LossInside
-from .worker import Context, play, play_serially
+from .worker import play, play_serially
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Circumstances:
     Attributes:
         grad: whether a backward may follow.
         checkpoint: which micro-batches are recomputed.
-        context: the caller's thread state.
+        intra_op: threads of each worker inside of an operation; None to share the caller's out.
         serial: play everything in the calling thread (the oracle of the tests).
         hooks: called after every action.
         norms: keeps the statistics of batch normalisation, where its update is put off.
@@ -63,7 +64,7 @@ class Circumstances:
 
     grad: bool
     checkpoint: Any
-    context: Context
+    intra_op: int | None = None
     serial: bool = False
     hooks: Sequence[ActionHook] = ()
     norms: DeferredNorms | None = None
@@ -92,7 +93,6 @@ class Call:
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = how.serial or len(chunks) == 1
         self.norms = how.norms if len(chunks) > 1 else None
-        self.act = announced(self._act, lambda action: program.stages[action.stage].device, how.hooks)
         self.base_seed = (
             draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
         )
@@ -186,13 +186,20 @@ class Call:
         self.gradients, self.parameter_gradients, self.sums = {}, {}, {}
 
     def _play(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
-        act = self.lanes.queued(self.act, needs)
+        stages = self.program.stages
+        announcing = announced(self._act, lambda action: stages[action.stage].device, self.how.hooks)
+        queued = self.lanes.queued(announcing, needs)
+
+        def act(action: Action) -> None:
+            with self._errors_say_where(action):
+                queued(action)
+
         with self.lanes.fenced():
             if self.serial:
                 play_serially(workers, needs, act)
             else:
                 names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-                play(workers, needs, act, self.how.context, names)
+                play(workers, needs, act, names, self.how.intra_op)
 
     def _act(self, action: Action) -> None:
         """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
@@ -209,20 +216,15 @@ class Call:
     def _loss(self, loss: LossInside, action: Action) -> None:
         """The loss of one micro-batch, and the gradients of the outputs."""
         i, last = action.micro_batch, self.program.stages[-1]
-        with self._errors_say_where(action):
-            taken = {v: self._take(v, i, last.index) for v in sorted(self.results)}
-            gradients = loss.gradients(i, len(self.program.stages), taken, last.device)
-            self.gradients.update(((v, i), row) for v, row in gradients.items())
+        taken = {v: self._take(v, i, last.index) for v in sorted(self.results)}
+        gradients = loss.gradients(i, len(self.program.stages), taken, last.device)
+        self.gradients.update(((v, i), row) for v, row in gradients.items())
 
     # -- actions -----------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         stage, i = self.program.stages[action.stage], action.micro_batch
-        with (
-            self._errors_say_where(action),
-            self._random_numbers(stage, i),
-            torch.set_grad_enabled(self.how.grad),
-        ):
+        with self._random_numbers(stage, i), torch.set_grad_enabled(self.how.grad):
             inputs = {name: self._take(name, i, stage.index) for name in stage.inputs}
             norms, norms_again = self._norms(stage, i)
             with (
@@ -279,17 +281,16 @@ class Call:
         weights = [self.parameters[fqn] for fqn in alone]
         found: list[torch.Tensor | None] = [None] * (len(wanted) + len(weights))
         late: Callable[[], list[torch.Tensor | None]] | None = None
-        with self._errors_say_where(action):
-            if roots and action.kind == "I" and self._is_halved(stage, i):
-                found, early, late = input_half(roots, seeds, wanted, weights)
-                found += early
-            elif roots and (wanted or weights):
-                found = list(
-                    torch.autograd.grad(
-                        roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
-                    )
+        if roots and action.kind == "I" and self._is_halved(stage, i):
+            found, early, late = input_half(roots, seeds, wanted, weights)
+            found += early
+        elif roots and (wanted or weights):
+            found = list(
+                torch.autograd.grad(
+                    roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
                 )
-            self._check_gradients(record, [*shared, *alone], found)
+            )
+        self._check_gradients(record, [*shared, *alone], found)
         following = iter(found)
         for name, leaves in record.inputs.items():
             gradients = [next(following) if _has_grad(leaf) else None for leaf in leaves]
@@ -329,9 +330,7 @@ class Call:
         half = self.weight_halves.pop((action.stage, action.micro_batch), None)
         if half is None:
             return
-        with self._errors_say_where(action):
-            found = half.compute()
-        for (fqn, early), late in zip(half.early.items(), found, strict=True):
+        for (fqn, early), late in zip(half.early.items(), half.compute(), strict=True):
             self.sums[fqn].add(action.micro_batch, late if early is None else early)
 
     def _is_halved(self, stage: Stage, micro_batch: int) -> bool:
@@ -387,7 +386,7 @@ class Call:
             span = first if first == last else f"{first} … {last}"
             error.add_note(
                 f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {stage.device}), "
-                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}"
+                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
             )
             raise
 

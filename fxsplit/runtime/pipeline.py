@@ -43,7 +43,6 @@ from .kept import kept_by_device
 from .loss import MicroLoss, check_loss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
-from .worker import thread_state
 
 
 class Pipeline(nn.Module):
@@ -172,8 +171,8 @@ class Pipeline(nn.Module):
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
-            context=thread_state(),
             serial=self._serial,
+            intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
             norms=DeferredNorms.of_model(self.model) if self.plan.deferred_batch_norm else None,
             anomaly=self.plan.detect_anomaly,

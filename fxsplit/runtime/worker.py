@@ -7,41 +7,55 @@ for it, which is the only place where a worker blocks; to stop, a token that mea
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
+import os
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 
 import torch
 
 from ..actions import Action, Needs
+from ..compat import modes_in_force
 from ..errors import WorkerError
 from ..schedules.proof import serial_order
+from .threads import thread_state
 
 Act = Callable[[Action], None]
-Context = Callable[[], contextlib.AbstractContextManager[None]]
+
+LOOK = 1.0  # seconds after which the caller looks whether the workers that it waits for are still there
 
 
 def play(
-    workers: Sequence[Sequence[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]
+    workers: Sequence[Sequence[Action]],
+    needs: Needs,
+    act: Act,
+    names: Sequence[str],
+    intra_op: int | None = None,
 ) -> None:
-    """Play every list to its end. One list is played in the calling thread.
+    """Play every list to its end, with the caller's thread state and context variables.
+
+    One list is played in the calling thread. So are several inside of a TorchFunctionMode or TorchDispatchMode, one
+    action after the other: modes are not made for being called by several threads at once.
 
     Args:
         workers: lists of actions; `needs` may name actions that are in none of them: they are done already.
         act: computes one action.
-        context: entered by each thread first; carries the caller's thread state.
-        names: of the threads.
+        names: of the lists.
+        intra_op: threads that each worker uses inside of an operation; else the caller's, shared out.
 
     Raises:
-        BaseException: the error of the action that comes first (in micro-batch, then in stage order) among
-            those that failed. Nothing starts after a failure, and no thread is left.
+        BaseException: of the actions that failed, the error of the one that a loop over the micro-batches would have
+            come to first; an interrupt goes before. Nothing starts after a failure or an interrupt of the caller, and
+            no thread is left: what a worker is computing is waited for, however often the caller is interrupted.
+        WorkerError: a thread is gone without having said so.
     """
-    busy = [list(actions) for actions in workers if actions]
-    if len(busy) == 1:
-        play_serially(busy, needs, act)
+    busy = [(list(actions), name) for actions, name in zip(workers, names, strict=True) if actions]
+    if len(busy) == 1 or modes_in_force():
+        play_serially(workers, needs, act)
         return
-    _Players(busy, needs, act, context, names).run()
+    _Players([a for a, _ in busy], needs, act, [n for _, n in busy], intra_op).run()
 
 
 def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -> None:
@@ -52,9 +66,14 @@ def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -
 
 class _Players:
     def __init__(
-        self, workers: list[list[Action]], needs: Needs, act: Act, context: Context, names: Sequence[str]
+        self,
+        workers: list[list[Action]],
+        needs: Needs,
+        act: Act,
+        names: Sequence[str],
+        intra_op: int | None,
     ) -> None:
-        self.workers, self.act, self.context, self.names = workers, act, context, names
+        self.workers, self.act, self.names = workers, act, names
         worker_of = {a: w for w, actions in enumerate(workers) for a in actions}
         self.waits = {
             a: {n for n in needs(a) if n in worker_of and worker_of[n] != worker_of[a]} for a in worker_of
@@ -68,36 +87,83 @@ class _Players:
         self.outbox: SimpleQueue[int] = SimpleQueue()
         self.stopping = False
         self.failures: list[tuple[Action, BaseException]] = []
+        self.at = [actions[0] for actions in workers]
         self.finished = [False] * len(workers)
-        self.intra_op = torch.get_num_threads()
+        self.running: set[int] = set()
+        self.broken: list[int] = []  # ended early, and nobody had told them to
+        self.callers = torch.get_num_threads()
+        self.share = intra_op or max(1, self.callers // len(workers))
+        self.state = thread_state()
+        # A daemon: one that is gone without having said so must not hold up the interpreter's exit.
+        self.threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._work, w),
+                name=f"fxsplit {names[w]}",
+                daemon=True,
+            )
+            for w in range(len(workers))
+        ]
 
     def run(self) -> None:
-        threads = [
-            threading.Thread(target=self._work, args=(w,), name=f"fxsplit {self.names[w]}")
-            for w in range(len(self.workers))
-        ]
-        started = []
         try:
-            for thread in threads:
+            for w, thread in enumerate(self.threads):
+                self.running.add(w)
                 thread.start()
-                started.append(thread)
-            for _ in threads:
-                self.outbox.get()
-        except BaseException:
-            self._stop()
-            raise
+            self._wait()
         finally:
-            for thread in started:
-                thread.join()
-            if self.intra_op > 1:
-                torch.set_num_threads(self.intra_op)  # the workers changed what new threads start with
+            self._end()
         if self.failures:
-            _, error = min(self.failures, key=lambda failure: (failure[0].micro_batch, failure[0].stage))
-            raise error
-        if not all(self.finished):
+            error = min(self.failures, key=_when)[1]
+            try:
+                raise error
+            finally:  # no cycle through the traceback: what the workers made is freed with the error
+                self.failures.clear()
+                del error
+        if self.broken:
+            w = self.broken[0]
             raise WorkerError(
-                "a worker ended before its actions were done", where=self.names[self.finished.index(False)]
+                "a worker thread ended before its actions were done",
+                where=f"{self.names[w]}, at action {self.at[w]}",
+                remedy="see what ends threads from outside: an extension that calls pthread_exit, say",
             )
+
+    def _wait(self) -> None:
+        """Until every worker has said that it ended, or is found gone."""
+        while self.running:
+            try:
+                ended = self.outbox.get(timeout=LOOK)
+                self.running.discard(ended)
+                if not self.finished[ended]:
+                    self.broken.append(ended)
+                    self._stop()
+            except Empty:
+                gone = [w for w in self.running if _is_gone(self.threads[w])]
+                if gone and self.outbox.empty():  # not one that said so at the last moment
+                    self.broken += gone
+                    self.running.difference_update(gone)
+                    self._stop()
+
+    def _end(self) -> None:
+        """Nothing runs afterwards. An interrupt that comes meanwhile is raised at the end.
+
+        Not left to `Thread.join`: after an interrupt it takes threads for dead that are not (Python 3.11).
+        """
+        interrupt = None
+        while True:
+            try:
+                self._stop()
+                self._wait()
+                for thread in self.threads:
+                    if not _is_gone(thread):
+                        thread.join()
+                if self.share != self.callers:
+                    torch.set_num_threads(self.callers)  # the workers changed what new threads start with
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _stop(self) -> None:
         self.stopping = True
@@ -105,12 +171,12 @@ class _Players:
             inbox.put(None)
 
     def _work(self, w: int) -> None:
-        action = self.workers[w][0]
         try:
-            torch.set_num_threads(max(1, self.intra_op // len(self.workers)))  # the caller's, shared out
+            torch.set_num_threads(self.share)
             done: set[Action] = set()
-            with self.context():
+            with self.state():
                 for action in self.workers[w]:
+                    self.at[w] = action
                     waits = self.waits[action]
                     while not waits <= done:
                         token = self.inboxes[w].get()
@@ -124,37 +190,21 @@ class _Players:
                         self.inboxes[other].put(action)
             self.finished[w] = True
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the caller has to see them
-            self.failures.append((action, error))
+            self.failures.append((self.at[w], error))
             self._stop()
         finally:
             self.outbox.put(w)
 
 
-@contextlib.contextmanager
-def _entered(contexts: Sequence[contextlib.AbstractContextManager[object]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def _when(failure: tuple[Action, BaseException]) -> tuple[bool, int, bool, int, str]:
+    """Interrupts first; then as in a loop over micro-batches that goes forward and backward with each."""
+    (kind, stage, micro_batch), error = failure
+    backward = kind != "F"
+    return isinstance(error, Exception), micro_batch, backward, -stage if backward else stage, kind
 
 
-def thread_state() -> Context:
-    """The caller's autocast and inference mode and default device, to be entered in another thread."""
-    autocast = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    inference = torch.is_inference_mode_enabled()
-    device = torch.get_default_device()
-
-    def enter() -> contextlib.AbstractContextManager[None]:
-        contexts: list[contextlib.AbstractContextManager[object]] = [torch.inference_mode(inference)]
-        contexts += [
-            torch.autocast(kind, dtype=dtype, cache_enabled=cache) for kind, dtype, cache in autocast
-        ]
-        if device.type != "cpu":
-            contexts.append(device)
-        return _entered(contexts)
-
-    return enter
+def _is_gone(thread: threading.Thread) -> bool:
+    """Whether a thread has ended. Python does not know of one that was ended by the system; Linux does."""
+    if not thread.is_alive():
+        return True
+    return sys.platform == "linux" and not os.path.exists(f"/proc/self/task/{thread.native_id}")
