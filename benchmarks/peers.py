@@ -1,0 +1,219 @@
+"""Training steps of one model for runtime.py: eager, fxsplit, and its peers where they are installed.
+
+Each variant has a copy of the model of its own. One step is forward, mean squared error and backward of one batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fxsplit
+
+LIBRARIES = {"torchgpipe": ("torchgpipe", "GPipe"), "fairscale": ("fairscale.nn", "Pipe")}
+loss_of = nn.functional.mse_loss
+
+
+@dataclass
+class Task:
+    """A model that is a sequence of children, and one batch."""
+
+    model: nn.Sequential
+    x: torch.Tensor
+    target: torch.Tensor
+
+    def halves(self, parts=2):
+        """How many children each of equal parts has."""
+        return [len(self.model) // parts] * parts
+
+
+def transformer(layers):
+    """Encoder layers of width 256; 64 rows of 64 tokens."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 256, "nhead": 4, "dim_feedforward": 512, "dropout": 0.0, "batch_first": True}
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(**sizes) for _ in range(layers)))
+    return Task(model, torch.randn(64, 64, 256), torch.randn(64, 64, 256))
+
+
+def small_operations(layers=100):
+    """Linear layers of width 64, each with a ReLU; 512 rows."""
+    torch.manual_seed(0)
+    children = (child for _ in range(layers) for child in (nn.Linear(64, 64), nn.ReLU()))
+    return Task(nn.Sequential(*children), torch.randn(512, 64), torch.randn(512, 64))
+
+
+@dataclass
+class Variant:
+    """One way to do a step.
+
+    Attributes:
+        step: does it; gradients are added to ``.grad``.
+        gradients: those of all parameters, in the model's order.
+        clear: drops them.
+        threads: intra-op threads of the calling thread; fxsplit shares them out to its workers.
+        base: the variant that it is compared with.
+        model: what has the gradients, unless other processes have it.
+    """
+
+    name: str
+    step: Callable
+    gradients: Callable
+    clear: Callable
+    threads: int = 1
+    base: str = "eager"
+    model: nn.Module | None = None
+
+
+def on_model(name, model, step, **more):
+    """A variant whose gradients are in this process."""
+
+    def clear():
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return Variant(
+        name,
+        step,
+        lambda: [p.grad for p in model.parameters()],
+        clear,
+        model=model,
+        **more,
+    )
+
+
+def eager(task, micro_batches=1, name="eager"):
+    """The model itself; micro-batches one after the other."""
+    model = copy.deepcopy(task.model)
+    pairs = list(zip(task.x.chunk(micro_batches), task.target.chunk(micro_batches), strict=True))
+
+    def step():
+        for x, target in pairs:
+            (loss_of(model(x), target) / len(pairs)).backward()
+
+    return on_model(name, model, step)
+
+
+def split(task, name, *, serial=False, base="eager", **plan):
+    """fxsplit; `serial` plays all stages in the calling thread."""
+    model = copy.deepcopy(task.model)
+    pipe = fxsplit.compile(model, fxsplit.Plan(**plan), example_args=(task.x,))
+    pipe._serial = serial
+    workers = 1 if serial or plan["micro_batches"] == 1 else len(pipe)
+    return on_model(
+        name,
+        model,
+        lambda: pipe.step(task.x, target=task.target, loss_fn=loss_of),
+        threads=workers,
+        base=base,
+    )
+
+
+def threaded_peer(task, library, stages=2, checkpoint="never", chunks=8):
+    """torchgpipe or fairscale.nn.Pipe, all stages on the CPU.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    module, attribute = LIBRARIES[library]
+    wrap = getattr(importlib.import_module(module), attribute)
+    model = copy.deepcopy(task.model)
+    pipe = wrap(model, task.halves(stages), devices=["cpu"] * stages, chunks=chunks, checkpoint=checkpoint)
+    return on_model(library, model, lambda: loss_of(pipe(task.x), task.target).backward())
+
+
+def installed_peers(task, libraries=tuple(LIBRARIES), **options):
+    """The threaded peers; a line is printed for one that is not installed."""
+    found = []
+    for library in libraries:
+        try:
+            found.append(threaded_peer(task, library, **options))
+        except ImportError:
+            print(f"{library} is not installed")
+    return found
+
+
+# torch.distributed.pipelining: a process for each stage ---------------------------------------------------------------
+
+SCHEDULES = {"pipelining GPipe": "ScheduleGPipe", "pipelining 1F1B": "Schedule1F1B"}
+
+
+class Processes:
+    """Two processes over gloo, one intra-op thread each; they block on a pipe between steps."""
+
+    def __init__(self, task):
+        self.folder = tempfile.TemporaryDirectory()
+        torch.save(task, Path(self.folder.name) / "task")
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.children = [], []
+        for rank in range(2):
+            here, there = context.Pipe()
+            child = context.Process(target=_stage_process, args=(rank, self.folder.name, there), daemon=True)
+            child.start()
+            there.close()
+            self.pipes.append(here)
+            self.children.append(child)
+
+    def ask(self, *words):
+        """Say the same to both, and wait until both have answered."""
+        for pipe in self.pipes:
+            pipe.send(words)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def variants(self):
+        """One for each schedule."""
+        return [
+            Variant(
+                name,
+                lambda n=name: self.ask("step", n),
+                lambda n=name: [torch.from_numpy(g) for part in self.ask("gradients", n) for g in part],
+                lambda n=name: self.ask("clear", n),
+            )
+            for name in SCHEDULES
+        ]
+
+    def close(self):
+        """End both."""
+        for pipe in self.pipes:
+            pipe.send(("end", ""))
+        for child in self.children:
+            child.join()
+        self.folder.cleanup()
+
+
+def _stage_process(rank, folder, pipe):
+    """One rank: what `Processes` asks for, until the end."""
+    from torch import distributed
+    from torch.distributed import pipelining
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    task = torch.load(Path(folder) / "task", weights_only=False)
+    half = len(task.model) // 2
+    modules, schedules = {}, {}
+    for name, schedule in SCHEDULES.items():
+        modules[name] = copy.deepcopy(task.model[half * rank : half * (rank + 1)])
+        stage = pipelining.PipelineStage(modules[name], rank, 2, torch.device("cpu"))
+        schedules[name] = getattr(pipelining, schedule)(stage, n_microbatches=8, loss_fn=loss_of)
+    while True:
+        what, name = pipe.recv()
+        if what == "end":
+            break
+        if what == "step":
+            if rank == 0:
+                schedules[name].step(task.x)
+            else:
+                schedules[name].step(target=task.target, return_outputs=False)
+        parameters = list(modules[name].parameters()) if name else []
+        if what == "clear":
+            for parameter in parameters:
+                parameter.grad = None
+        pipe.send([p.grad.numpy() for p in parameters] if what == "gradients" else None)
+    distributed.destroy_process_group()
