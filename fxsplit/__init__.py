@@ -2,13 +2,14 @@
 
 from . import errors, testing
 from .actions import Action, Schedule
+from .budget import Budget
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
 from .cost.model import NodeCost
 from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
-from .plan import Budget, Plan
+from .plan import Plan
 from .runtime.events import ActionEvent
 from .runtime.pipeline import Pipeline, verify
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import Any, Self
 from torch import nn
 
 from .actions import Schedule
+from .budget import Budget
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
-from .sizes import nbytes_of
+from .plan_files import fields_of, plain_fields, read_fields, write_fields
 
 COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
@@ -24,27 +24,6 @@ SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "int
 SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
 ANOMALIES = ("nan", "inf")
 CHECKPOINTS = ("always", "except_last", "never")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many bytes of activations each device may keep for backward, recomputation included.
-
-    Args:
-        nbytes: a number of bytes, or a string such as ``"2GiB"``, ``"512 MiB"`` or ``"1.5GB"``. It is for one batch
-            like the example, with all its micro-batches; parameters, gradients and optimizer state come on top.
-
-    Raises:
-        PlanError: it is not a positive size.
-    """
-
-    nbytes: int
-
-    def __init__(self, nbytes: int | str) -> None:
-        size = nbytes_of(nbytes)
-        if not size:
-            raise PlanError(f"Budget({nbytes!r}) is not a size", remedy='Budget("2GiB") or Budget(2 * 2**30)')
-        object.__setattr__(self, "nbytes", size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,27 +443,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values: what `from_dict` and JSON take."""
-        plain: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Budget):
-                value = {"budget": value.nbytes}
-            elif isinstance(value, Schedule):
-                value = {"name": value.name, "csv": value.to_csv()}
-            elif callable(value):
-                raise PlanError(
-                    f"{field.name}= is a function, which is not written to a file",
-                    remedy="cost=pipe.assignment.costs"
-                    if field.name == "cost"
-                    else "name the modules: checkpoint=[path for path, m in model.named_modules() if ...]",
-                )
-            elif field.name == "hardware" and value is not None:
-                value = [one.to_dict() for one in value] if isinstance(value, tuple) else value.to_dict()
-            elif field.name == "optimizer_states" and value is None:
-                value = "inference"
-            if value is not None:
-                plain[field.name] = list(value) if isinstance(value, tuple) else value
-        return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
+        return plain_fields({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -493,35 +452,16 @@ class Plan:
         for name in fields:
             if name not in known:
                 raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
-        policy = fields.get("checkpoint")
-        if isinstance(policy, Mapping) and set(policy) == {"budget"}:
-            fields = {**fields, "checkpoint": Budget(policy["budget"])}
-        schedule = fields.get("schedule")
-        if isinstance(schedule, Mapping) and set(schedule) == {"name", "csv"}:
-            fields = {**fields, "schedule": Schedule.from_csv(schedule["csv"], schedule["name"])}
-        if fields.get("optimizer_states") == "inference":
-            fields = {**fields, "optimizer_states": None}
-        return cls(**fields)
+        return cls(**fields_of(fields))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a JSON file."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=2)
-            file.write("\n")
+        write_fields(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan from a JSON file; nothing in it is executed."""
-        with open(path, encoding="utf-8") as file:
-            try:
-                fields = json.load(file)
-            except ValueError as error:
-                raise PlanError(
-                    f"{os.fspath(path)} is not JSON: {error}", remedy="write it with plan.save(path)"
-                ) from None
-        if not isinstance(fields, dict):
-            raise PlanError(f"{os.fspath(path)} holds no plan", remedy="write it with plan.save(path)")
-        return cls.from_dict(fields)
+        return cls.from_dict(read_fields(path))
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)

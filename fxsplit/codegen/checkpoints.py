@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
+from ..budget import Budget
 from ..cost.saved import Live, Saved, live_bytes, measured_saved
 from ..errors import PartitionError, did_you_mean
 from ..graph import compute_nodes, enters, is_context, is_within, leaves
 from ..ir import Assignment, Traced
-from ..plan import Budget, Plan
+from ..plan import Plan
 
 Runs = list[tuple[int, int]]
 

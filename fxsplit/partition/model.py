@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
+from ..budget import Budget
 from ..compat import tree_leaves
 from ..cost.model import parameter_copies, recomputed_paths, unit_of
 from ..cost.saved import Saved
 from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
 from ..ir import NodeFacts, TensorSpec, Traced
-from ..plan import Budget, Plan
+from ..plan import Plan
 from ..schedules.catalog import kept_shares, planned_schedule
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from ..budget import Budget
 from ..graph import module_paths
 from ..ir import Assignment, Traced
-from ..plan import Budget, Plan
+from ..plan import Plan
 from ..sizes import in_units
 
 

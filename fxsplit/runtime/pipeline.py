@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import tree_flatten, tree_unflatten
+from ..compat import tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, region_modules, resolve
@@ -40,9 +40,10 @@ from .guarded import Guarded, buffers_as_before, check_not_in_loss, inside_loss,
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
-from .loss import MicroLoss, check_loss, in_parts
+from .loss import MicroLoss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
+from .step import step_inside, step_outside
 
 
 class Pipeline(nn.Module):
@@ -225,11 +226,7 @@ class Pipeline(nn.Module):
                 if len(rows) > 1:
                     loss_of = in_parts(loss_fn, target, rows, reduction, self.active.merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
-            output = self(*args, **kwargs)
-            loss = loss_fn(output) if target is None else loss_fn(output, target)
-            torch.autograd.backward(check_loss(loss))
-            leaves, spec = tree_flatten(output)
-        return loss.detach(), tree_unflatten([_detached(leaf) for leaf in leaves], spec)
+            return step_outside(self, args, kwargs, loss_fn, target)
 
     def _step_inside(
         self,
@@ -245,18 +242,7 @@ class Pipeline(nn.Module):
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(inside_loss, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around)
-            gradients = runner.step(loss)
-            found = {
-                id(t): (t, g)
-                for t, g in zip((*inputs, *parameters.values()), gradients, strict=True)
-                if g is not None
-            }
-            for tensor, gradient in loss.sums():
-                known = found.get(id(tensor))
-                found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
-            # Autograd adds them to .grad, and runs the hooks of parameters.
-            torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
-            outputs = runner.merged([loss.values[i] for i in range(len(rows))])
+            outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
 
     def register_action_hook(self, hook: ActionHook) -> RemovableHandle:
@@ -526,10 +512,6 @@ class Pipeline(nn.Module):
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def verify(pipe: Pipeline) -> str:

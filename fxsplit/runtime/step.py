@@ -1,0 +1,46 @@
+"""A training step: with the loss in the middle of the schedule, or after all forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..compat import tree_map
+from .autograd import Runner
+from .inside import LossInside
+from .loss import LossFn, check_loss
+
+
+def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]) -> list[Any]:
+    """Play the whole schedule and add gradients to ``.grad``.
+
+    Args:
+        leaves: the inputs and parameters that the runner gives gradients of, in its order.
+
+    Returns:
+        The flat outputs of the whole batch; `loss` has the losses.
+    """
+    gradients = runner.step(loss)
+    found = {id(t): (t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None}
+    for tensor, gradient in loss.sums():
+        known = found.get(id(tensor))
+        found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
+    # Autograd adds them to .grad, and runs the hooks of parameters.
+    torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
+    return runner.merged([loss.values[i] for i in range(len(runner.rows))])
+
+
+def step_outside(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss_fn: LossFn,
+    target: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Forward, the loss of the merged output, and its backward: the loss and the output, detached."""
+    output = forward(*args, **kwargs)
+    loss = check_loss(loss_fn(output) if target is None else loss_fn(output, target))
+    torch.autograd.backward(loss)
+    return loss.detach(), tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, output)
