@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -44,6 +45,7 @@ import weakref
 
 import torch
 from peers import (
+    LIBRARIES,
     Processes,
     eager,
     installed_peers,
@@ -325,8 +327,12 @@ def bytes_of(name, checkpoint, steps):
 
 def memory(options):
     """A process for each variant and policy."""
-    rows = []
-    for name, policy in [("eager", "-"), *((n, p) for p in POLICIES for n in MEASURED)]:
+    rows, names = [], list(MEASURED)
+    for library in LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            print(f"{library} is not installed")
+            names.remove(library)
+    for name, policy in [("eager", "-"), *((n, p) for p in POLICIES for n in names)]:
         command = [sys.executable, __file__, "memory", "--one", name, policy, "--steps", str(options.steps)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             output, errors = process.communicate()
