@@ -83,7 +83,8 @@ class Plan:
         workers: how many workers the stages of such a schedule share: stage s runs on worker s mod workers. Default:
             one for each of the list of `devices`, which then has one device for each worker.
         checkpoint: what is not kept for backward but computed again: everything, of the micro-batches
-            ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes); or, in all of them, the modules
+            ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes; the one that ``"except_last"``
+            keeps is the one that goes backward first, which is the last there, and the first here); or, in all of them, the modules
             of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as
             it takes to keep the activations of each device within a `Budget`.
         replicas: how many workers run each stage, or a list with the number for each stage; micro-batch i of a

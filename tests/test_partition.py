@@ -105,6 +105,14 @@ def test_a_child_that_is_called_twice_counts_twice():
     assert_equivalent(model, pipe, torch.randn(5, 4))
 
 
+def test_a_child_with_several_results_is_one_child():
+    layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(4))
+    pipe = fxsplit.compile(
+        nn.Sequential(*layers), fxsplit.Plan(balance=[1, 3]), example_args=(torch.randn(2, 3, 8),)
+    )
+    assert [stage.modules[0].split(".")[0] for stage in pipe] == ["0", "1"]
+
+
 def test_balance_counts_units_elsewhere():
     model, batch = build("two_tower")
     units = len(find_units(trace(model, batch(4), {})))

@@ -52,13 +52,13 @@ class Live:
     peak: int
 
     def except_last(self, plain: int, micro_batches: int) -> Live:
-        """The same if the last of the micro-batches is not recomputed.
+        """The same if one of the micro-batches is not recomputed, the one that goes backward first.
 
         Args:
             plain: bytes that are kept if none is.
         """
         kept = self.kept * (micro_batches - 1) // micro_batches + plain // micro_batches
-        return Live(kept, max(kept, self.peak - self.kept + kept))
+        return Live(kept, max(kept, self.peak))
 
 
 def measured_saved(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) -> Saved:

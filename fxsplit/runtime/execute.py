@@ -361,7 +361,7 @@ class Call:
 
     def _is_recomputed(self, micro_batch: int) -> bool:
         if self.how.checkpoint == "except_last":
-            return micro_batch < len(self.chunks) - 1
+            return micro_batch > 0  # the first goes backward first: what it keeps is soon free
         return bool(self.how.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
 
     def _norms(self, stage: Stage, i: int) -> tuple[Around, Around]:

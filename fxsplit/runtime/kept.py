@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,25 +38,31 @@ def kept_by_device(
         runs: Sequence[Any] = [region_runs(stage) if policy != "never" else [] for stage in group]
         return live_bytes(saved, nodes, runs, micro_batches)
 
+    def most(added: Mapping[int, tuple[int, int]], *, first_whole: bool) -> int:
+        def is_whole(action: Action) -> bool:
+            return first_whole and action.micro_batch == 0
+
+        def nbytes(action: Action) -> float:
+            return added.get(action.stage, (0, 0))[is_whole(action)] / micro_batches
+
+        def halved(action: Action) -> bool:
+            return is_whole(action) or not any(region_runs(stages[action.stage]))
+
+        return round(sum(most_kept(actions, nbytes, halved) for actions in schedule.workers))
+
     found: dict[torch.device, Live] = {}
     for device in dict.fromkeys(stage.device for stage in stages):
         here = [s for s in stages if s.device == device]
         again = [simulated(here[:k], "always") for k in range(len(here) + 1)]
-        plain = [simulated(here[:k], "never") for k in range(len(here) + 1)]
+        whole = [simulated(here[:k], "never") for k in range(len(here) + 1)]
         # What a stage keeps beyond those before it: they keep a value that they give at least as long.
         added = {
-            stage.index: (again[k + 1].kept - again[k].kept, plain[k + 1].kept - plain[k].kept)
+            stage.index: (again[k + 1].kept - again[k].kept, whole[k + 1].kept - whole[k].kept)
             for k, stage in enumerate(here)
         }
 
-        def nbytes(action: Action, added: dict[int, tuple[int, int]] = added) -> float:
-            last = checkpoint == "except_last" and action.micro_batch == micro_batches - 1
-            return added.get(action.stage, (0, 0))[last] / micro_batches
-
-        def halved(action: Action) -> bool:
-            last = checkpoint == "except_last" and action.micro_batch == micro_batches - 1
-            return last or not region_runs(stages[action.stage])
-
-        kept = round(sum(most_kept(actions, nbytes, halved) for actions in schedule.workers))
-        found[device] = Live(kept, kept + again[-1].peak - again[-1].kept)
+        kept, work = most(added, first_whole=checkpoint == "except_last"), again[-1].peak - again[-1].kept
+        # With one stage on each worker, what was kept whole has gone before anything is computed again.
+        alone = all(len({a.stage for a in actions}) <= 1 for actions in schedule.workers)
+        found[device] = Live(kept, max(kept, most(added, first_whole=False) + work) if alone else kept + work)
     return found

@@ -340,7 +340,8 @@ class ValueTracer(TorchFunctionMode):
     def _write(self, function: Any, ref: Ref, key: Any) -> fx.Node:
         owner = ref.node(self._erased)
         node = self.graph.call_function(function, (owner, key))
-        node.meta["module_path"], node.meta["source"] = owner.meta["module_path"], owner.meta["source"]
+        node.meta.update({key: owner.meta.get(key) for key in ("module_path", "source")})
+        node.meta["child_call"] = owner.meta.get("child_call", 0)
         return node
 
     def _later(self, origin: Ref, make: Callable[[], fx.Node]) -> Ref:
