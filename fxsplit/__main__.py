@@ -17,7 +17,7 @@ from .compiler import preview
 from .demo.run import run_demo
 from .errors import ArgumentError, FxsplitError
 from .hardware import ACCELERATORS, Device, described
-from .plan import CHECKPOINTS, COSTS, EFFORTS, SCHEDULES, Plan
+from .plan import CHECKPOINTS, COSTS, EFFORTS, SCHEDULES, SHARED_WORKERS, Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demo(options: argparse.Namespace) -> None:
     devices = options.devices.split(",") if options.devices else None
+    if options.workers is None and options.schedule in SHARED_WORKERS:
+        options.workers = min(2, options.stages)
     plan = Plan(
         stages=options.stages,
         cost=options.cost,

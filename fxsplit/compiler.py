@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .actions import Schedule
 from .batch import BatchDims
 from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
 from .codegen.memory import with_simulated_memory
-from .errors import ArgumentError, PartitionError, PlanError
+from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph import is_within, output_names, output_values
 from .ir import Assignment, Program, Traced
 from .partition.shared import partition_with_homes
@@ -115,7 +116,9 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     if traced.other_mode is not None:
         other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs)
     example = [_ordinary(x) for x in inputs]
-    return Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
+    pipe = Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
+    pipe.schedule_for(plan.micro_batches)  # proves it
+    return pipe
 
 
 def _assign(
@@ -210,7 +213,7 @@ def _other_pipeline(
     if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
         try:
             return _pipeline(model, other, plan, inputs)
-        except PartitionError:  # fewer units, or no such path
+        except (PartitionError, ScheduleError):  # fewer units, or no such path
             plan = _without_lists(plan, device_map={"": str(assignment.devices[0])})
             return _pipeline(model, other, plan, inputs)
     placed = _placed_alike(other, assignment, program)
@@ -233,6 +236,7 @@ def _without_lists(plan: Plan, device_map: Mapping[str, str]) -> Plan:
         no_split_module_classes=None,
         hardware=None,
         cost="params",
+        schedule="gpipe" if isinstance(plan.schedule, Schedule) else plan.schedule,
         replicas=plan.replicas if isinstance(plan.replicas, int) else 1,
     )
 

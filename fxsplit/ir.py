@@ -83,6 +83,7 @@ class NodeFacts:
         returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
         alias: the same if it does so in one of the modes, as dropout does.
         random: whether it draws from the random number generator.
+        rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
     """
 
     module_path: str
@@ -98,6 +99,7 @@ class NodeFacts:
     returns: str | None = None
     alias: str | None = None
     random: bool = False
+    rng_state: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -286,6 +288,7 @@ class Stage:
         writes: FQNs of the buffers that it writes.
         stateful: whether it changes anything else that outlives a call.
         random: whether it draws from the random number generator.
+        rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.
     """
@@ -301,6 +304,7 @@ class Stage:
     writes: tuple[str, ...] = ()
     stateful: bool = False
     random: bool = False
+    rng_state: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""
 

@@ -96,7 +96,8 @@ class Plan:
             forward, by those of the whole batch; otherwise each micro-batch updates them. Either way a micro-batch is
             normalised by its own.
         detect_anomaly: ``"nan"`` to end in an error at the first NaN, which names its stage, micro-batch and node (or
-            whose gradient it is); ``"inf"`` for infinities too. Slow: stages run node by node.
+            whose gradient it is); ``"inf"`` for infinities above zero too (those below zero are masks). Slow: stages
+            run node by node.
         batch_dims: ``{argument name: dimension or None}`` for tensors whose batch dimension is not found
             by itself; ``None`` gives the whole tensor to every micro-batch.
 
@@ -249,7 +250,8 @@ class Plan:
             self._check_choice("schedule", SCHEDULES)
         if self.schedule in SHARED_WORKERS:
             if self.workers is None and isinstance(self.devices, list | tuple):
-                self._set("workers", len(set(map(str, self.devices))))
+                each = len(self.devices) != self.stage_count()  # otherwise one for each stage
+                self._set("workers", len(self.devices) if each else len(set(map(str, self.devices))))
             if self.workers is None:
                 raise PlanError(
                     f"schedule={self.schedule!r} has several stages on each worker, but workers= is not set",
@@ -268,6 +270,11 @@ class Plan:
             )
 
     def _check_own_schedule(self, own: Schedule) -> None:
+        if not any(a.kind != "F" for actions in own.workers for a in actions):
+            raise PlanError(
+                f"schedule= {own.name!r} never goes backward",
+                remedy="pipe(x) under no_grad goes forward only anyway",
+            )
         stages = self.stage_count()
         if stages is not None and stages != own.stages:
             raise PlanError(

@@ -14,19 +14,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 
 from .compat import OpOverload, TorchDispatchMode
 
-_GENERATORS = threading.Lock()
+_GENERATORS = threading.RLock()
 
 
 def draw_base_seed() -> int:
     """One number from the caller's default CPU generator."""
-    return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu").item())
+    with _GENERATORS:  # not from a state that is lent
+        return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu").item())
 
 
 def stage_seed(base: int, micro_batch: int, stage: int) -> int:
@@ -55,12 +56,14 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         states: of the generators, by device; a device that is new starts from `seed`.
-        seed: of the stream.
+        seed: makes the seed of the stream, when it is drawn from.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, seed: int, states: dict[torch.device, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, seed: Callable[[], int], states: dict[torch.device, torch.Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.states = seed, dict(states or {})
 
@@ -87,7 +90,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func, args, kwargs):
+        if _ENTERED.__dict__.get("lends") or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         with self._lent(_device_of(args, kwargs)):
             return func(*args, **kwargs)
@@ -95,15 +98,18 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def _lent(self, device: torch.device) -> Iterator[None]:
         generator = _default_generator(device)
+        seed = self.seed() if device not in self.states else 0
         with _GENERATORS:
             theirs = generator.get_state()
             if device in self.states:
                 generator.set_state(self.states[device])
             else:
-                generator.manual_seed(self.seed)
+                generator.manual_seed(seed)
+            _ENTERED.lends = True  # the operation of an inner stream comes by at the outer ones
             try:
                 yield
             finally:
+                _ENTERED.lends = False
                 self.states[device] = generator.get_state()
                 generator.set_state(theirs)
 

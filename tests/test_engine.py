@@ -564,3 +564,158 @@ def test_what_is_kept_is_what_was_simulated(schedule, checkpoint, monkeypatch):
     (live,) = pipe.memory().values()
     measured = sum(_kept_by_workers(pipe, step, monkeypatch))
     assert abs(measured - live.kept) <= 0.05 * live.kept, (measured, live)
+
+
+# -- found by review -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_checkpoint_around_the_pipeline(micro_batches):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    eager, x = copy.deepcopy(model), torch.randn(8, 6, requires_grad=True)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=micro_batches), example_args=(x,))
+    torch.utils.checkpoint.checkpoint(lambda v: pipe(v).relu(), x, use_reentrant=False).sum().backward()
+    got, x.grad = x.grad, None
+    eager(x).relu().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_hook_that_calls_the_pipeline_does_not_wait_for_itself():
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(Net(), plan_for("1f1b", micro_batches=4), example_args=(x,))
+    with (
+        pipe.register_action_hook(lambda event: pipe(x)),
+        pytest.raises(fxsplit.errors.ArgumentError, match="from inside of its own call"),
+    ):
+        pipe(x)
+    pipe(x)
+
+
+def test_after_an_anomaly_the_callers_autocast_is_as_before():
+    class Low(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                h = torch.log(self.a(x).abs() * 0 + x)
+            return h.float()
+
+    pipe = fxsplit.compile(Low(), fxsplit.Plan(detect_anomaly="nan"), example_args=(torch.rand(4, 4),))
+    with pytest.raises(fxsplit.errors.AnomalyError):
+        pipe(-torch.ones(4, 4))
+    assert nn.Linear(2, 2)(torch.rand(1, 2)).dtype == torch.float32
+
+
+def test_a_mask_is_no_infinity_and_an_ordinary_error_names_the_line():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(5, 4)
+
+        def forward(self, i):
+            x = self.e(i)  # the line of the index
+            scores = x @ x.transpose(1, 2)
+            mask = torch.full((3, 3), float("-inf")).triu(1)
+            return (scores + mask).softmax(-1) @ x
+
+    ids = torch.randint(0, 5, (4, 3))
+    pipe = fxsplit.compile(Masked(), fxsplit.Plan(micro_batches=2, detect_anomaly="inf"), example_args=(ids,))
+    assert pipe(ids).isfinite().all()
+    with pytest.raises(IndexError) as caught:
+        pipe(ids + 5)
+    line = next(
+        i
+        for i, row in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "the line of the index" in row
+    )
+    assert f"test_engine.py:{line}" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_norm_that_is_called_twice(momentum):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = nn.BatchNorm1d(4, momentum=momentum)
+
+        def forward(self, x):
+            return self.n(x) + self.n(3 * x)
+
+    model, x = Twice().double(), torch.randn(9, 4).double() + 5
+    eager = copy.deepcopy(model)
+    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=3, deferred_batch_norm=True), example_args=(x,))
+    for _ in range(2):
+        pipe(x), eager(x)
+    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("function", [torch.batch_norm, torch.ops.aten.batch_norm.default])
+def test_other_names_of_batch_norm_are_put_off_too(function):
+    class Low(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+            self.l = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.l(function(x, None, None, self.mean, self.var, self.training, 0.2, 1e-5, False))
+
+    model = Low()
+    eager, x = copy.deepcopy(model), torch.randn(10, 4) + 3
+    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=4, deferred_batch_norm=True), example_args=(x,))
+    pipe(x), eager(x)
+    torch.testing.assert_close(model.mean, eager.mean)
+    torch.testing.assert_close(model.var, eager.var)
+
+
+def test_a_schedule_of_forwards_only_is_refused():
+    own = fxsplit.Schedule.from_csv("0F0,0F1\n1F0,1F1\n")
+    with pytest.raises(fxsplit.errors.PlanError, match="never goes backward"):
+        fxsplit.Plan(stages=2, micro_batches=2, schedule=own)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_in_another_order_than_forward(checkpoint):
+    """A buffer orders the forwards; backward is free, unless it goes forward again."""
+    own = fxsplit.Schedule.from_csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", name="lifo")
+    model, x = norms(), torch.randn(6, 4).double()
+    plan = fxsplit.Plan(stages=2, micro_batches=2, schedule=own, checkpoint=checkpoint)
+    if checkpoint == "always":
+        with pytest.raises(fxsplit.errors.ScheduleError, match="can never finish"):
+            fxsplit.compile(model, plan, example_args=(x,))
+        return
+    eager = copy.deepcopy(model)
+    fxsplit.compile(model, plan, example_args=(x,)).step(x, loss_fn=of_all)
+    fxsplit.compile(eager, plan.replace(schedule="gpipe"), example_args=(x,)).step(x, loss_fn=of_all)
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_outputs_that_are_constants_and_losses_without_a_gradient(schedule):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"o": self.b(self.a(x)), "n": None, "k": 3, "s": "name"}
+
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(Pair(), plan_for(schedule, 2, micro_batches=4), example_args=(x,))
+    _, output = pipe.step_with_output(x, loss_fn=lambda y: y["o"].square().mean(), reduction="mean")
+    assert output["n"] is None and output["k"] == 3 and output["s"] == "name" and output["o"].shape == (8, 3)
+    with pytest.raises(fxsplit.errors.GradientError, match="nothing that requires"):
+        pipe.step(x, loss_fn=lambda y: y["o"].detach().mean(), reduction="mean")
+
+
+def test_one_device_for_each_worker_even_if_they_are_the_same():
+    plan = fxsplit.Plan(stages=4, schedule="breadth_first", devices=["cpu", "cpu"])
+    assert plan.workers == 2 and plan.devices == ("cpu",) * 4

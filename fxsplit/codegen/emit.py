@@ -60,6 +60,7 @@ def generate(
             writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),
             stateful=any(fact.stateful for fact in facts),
             random=any(fact.random for fact in facts),
+            rng_state=any(fact.rng_state for fact in facts),
             modules=modules,
             header=_header(model, part, assignment, devices, made_by, modules, parameters),
         )

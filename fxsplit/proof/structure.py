@@ -240,14 +240,15 @@ def _effects_known(model: nn.Module, traced: Traced, program: Program) -> Found:
     """Order, random numbers and rollback in the runtime go by these words."""
     for stage in program.stages:
         facts = [traced.facts[name] for name in stage.nodes if name in traced.facts]
-        known = (set(stage.writes), stage.stateful, stage.random, set(stage.parameters))
+        known = (set(stage.writes), stage.stateful, stage.random, stage.rng_state, set(stage.parameters))
         real = (
             {b for f in facts for b in f.buffers},
             any(f.stateful for f in facts),
             any(f.random for f in facts),
+            any(f.rng_state for f in facts),
             {p for f in facts for p in f.parameters},
         )
-        words = ("writes", "stateful", "random", "parameters")
+        words = ("writes", "stateful", "random", "rng_state", "parameters")
         for word, said, is_so in zip(words, known, real, strict=True):
             if said != is_so:
                 yield Violation(f"stage {stage.index} is said to have {word} {said}, and has {is_so}")

@@ -18,19 +18,26 @@ def run_watched(module: fx.GraphModule, inputs: Iterable[Any], kind: str) -> Any
     """``module(*inputs)``, node by node.
 
     Args:
-        kind: ``"nan"``, or ``"inf"`` for infinities too.
+        kind: ``"nan"``, or ``"inf"`` for infinities too; those below zero are masks, and not looked for.
 
     Raises:
         AnomalyError: names the first node whose result has such a number.
     """
-    return _Watched(module, kind).run(*inputs)
+    watched = _Watched(module, kind)
+    try:
+        return watched.run(*inputs)
+    except BaseException:
+        for context in reversed(watched.entered):  # as the `with` of the generated code does
+            context.__exit__(None, None, None)
+        raise
 
 
 def is_bad(value: Any, kind: str) -> bool:
     """Whether a floating point tensor in `value` has such a number."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            bad = leaf.detach().isnan() if kind == "nan" else ~leaf.detach().isfinite()
+            x = leaf.detach()
+            bad = x.isnan() if kind == "nan" or x.is_complex() else x.isnan() | (x == float("inf"))
             if not leaf.is_meta and bool(bad.any()):
                 return True
     return False
@@ -39,15 +46,30 @@ def is_bad(value: Any, kind: str) -> bool:
 class _Watched(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, kind: str) -> None:
         super().__init__(module)
-        self.kind = kind
+        self.kind, self.entered = kind, list[Any]()
         self.extra_traceback = False
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_method(target, args, kwargs)
+        if target == "__enter__":
+            self.entered.append(args[0])
+        elif target == "__exit__":
+            self.entered.remove(args[0])
+        return result
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
         stream = Stream.current()
         before = None if stream is None else stream.copy()
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except AnomalyError:
+            raise
+        except Exception as error:
+            if place := _place(n):
+                error.add_note(f"fxsplit: in {n.name}, {place}")
+            raise
         if is_bad(result, self.kind):
             if n.target is checkpoint:
                 region, *values = self.fetch_args_kwargs_from_env(n)[0]

@@ -8,7 +8,6 @@ all has gone well: as if the layer had seen the whole batch. torchgpipe's deferr
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,25 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_SIGNATURE = inspect.signature(F.batch_norm)
+# The functions that update running statistics, and the names of their arguments.
+_FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ATEN = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "training",
+    "momentum",
+    "eps",
+    "cudnn_enabled",
+)
+_NAMES: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: _FUNCTIONAL,
+    torch.batch_norm: _ATEN,
+    torch.ops.aten.batch_norm.default: _ATEN,
+}
+_DEFAULTS = {"training": False, "momentum": 0.1}
 
 
 @dataclass(frozen=True)
@@ -54,8 +71,7 @@ class _Layer:
 
     mean: torch.Tensor
     variance: torch.Tensor | None
-    momentum: float
-    moments: dict[int, list[Moments]]
+    moments: dict[int, list[tuple[float, Moments]]]
 
 
 class DeferredNorms:
@@ -92,9 +108,8 @@ class DeferredNorms:
         """What a layer has seen of a micro-batch."""
         mean, moments = arguments["running_mean"], Moments.of(arguments["input"])
         with self._lock:
-            momentum = float(arguments["momentum"])
-            layer = self._layers.setdefault(id(mean), _Layer(mean, arguments["running_var"], momentum, {}))
-            layer.moments.setdefault(micro_batch, []).append(moments)
+            layer = self._layers.setdefault(id(mean), _Layer(mean, arguments["running_var"], {}))
+            layer.moments.setdefault(micro_batch, []).append((float(arguments["momentum"]), moments))
 
     def commit(self) -> None:
         """Update the running statistics, once for each time that a forward calls the layer."""
@@ -105,14 +120,14 @@ class DeferredNorms:
                     _update(layer, [part[number] for part in parts if number < len(part)])
 
 
-def _update(layer: _Layer, parts: Sequence[Moments]) -> None:
-    whole = parts[0]
-    for part in parts[1:]:
+def _update(layer: _Layer, parts: Sequence[tuple[float, Moments]]) -> None:
+    momentum, whole = parts[0]
+    for _, part in parts[1:]:
         whole = whole.merged(part)
-    layer.mean.copy_(layer.mean.double() * (1 - layer.momentum) + whole.mean * layer.momentum)
+    layer.mean.copy_(layer.mean.double() * (1 - momentum) + whole.mean * momentum)
     if layer.variance is not None:
         unbiased = whole.squares / max(whole.count - 1, 1)
-        layer.variance.copy_(layer.variance.double() * (1 - layer.momentum) + unbiased * layer.momentum)
+        layer.variance.copy_(layer.variance.double() * (1 - momentum) + unbiased * momentum)
 
 
 class _PutOff(TorchFunctionMode):
@@ -126,12 +141,13 @@ class _PutOff(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.add_ and self.norms.is_counted_already(args[0], self.micro_batch):
             return args[0]
-        if func is F.batch_norm:
-            bound = _SIGNATURE.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
+        if func in _NAMES:
+            given = {**_DEFAULTS, **dict(zip(_NAMES[func], args, strict=False)), **kwargs}
             if given["training"] and given["running_mean"] is not None:
                 if not self.again:
                     self.norms.add(given, self.micro_batch)
-                return func(**{**given, "running_mean": None, "running_var": None})
+                given = {**given, "running_mean": None, "running_var": None}
+                if func is not F.batch_norm:
+                    return func(*(given[name] for name in _ATEN))
+                return func(**given)
         return func(*args, **kwargs)

@@ -14,13 +14,13 @@ from torch import nn
 
 from ..actions import Action, Needs, Schedule
 from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
-from ..errors import AnomalyError, GradientError
+from ..errors import AnomalyError
 from ..graph import region_modules
 from ..ir import Program, Stage
 from ..ops import Around, recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
-from ..rng import Stream, draw_base_seed, stage_seed
-from ..schedules.needs import dependencies, parameter_chains, step_needs
+from ..rng import Stream, draw_base_seed, seeded, stage_seed
+from ..schedules.needs import dependencies, parameter_chains, step_needs, turns_of
 from .anomaly import is_bad, run_watched
 from .batchnorm import DeferredNorms
 from .blame import users_line
@@ -28,6 +28,7 @@ from .device import lanes_of
 from .events import ActionHook, announced
 from .halves import can_be_halved, input_half
 from .inside import LossInside
+from .loss import check_differentiable
 from .worker import play, play_serially
 
 
@@ -55,6 +56,7 @@ class Circumstances:
     Attributes:
         grad: whether a backward may follow.
         checkpoint: which micro-batches are recomputed.
+        inside: entered by a worker around every action.
         intra_op: threads of each worker inside of an operation; None to share the caller's out.
         serial: play everything in the calling thread (the oracle of the tests).
         hooks: called after every action.
@@ -64,6 +66,7 @@ class Circumstances:
 
     grad: bool
     checkpoint: Any
+    inside: Around = contextlib.nullcontext
     intra_op: int | None = None
     serial: bool = False
     hooks: Sequence[ActionHook] = ()
@@ -125,8 +128,8 @@ class Call:
 
     def forward(self) -> list[list[Any]]:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
-        turns = frozenset(s.index for s in self.program.stages if s.writes or s.stateful)
-        self._play(self.schedule.half(forward=True), dependencies(self.program, in_turn=turns))
+        in_turn, _ = turns_of(self.program, self.how.checkpoint)
+        self._play(self.schedule.half(forward=True), dependencies(self.program, in_turn=in_turn))
         rows = []
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
@@ -145,9 +148,10 @@ class Call:
         self.gradients = {(name, i): [g] for i, row in enumerate(gradients) for name, g in row.items()}
         self.parameter_gradients = {}
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
-        again = frozenset(s.index for s in self.program.stages if s.writes and self.how.checkpoint != "never")
+        _, again = turns_of(self.program, self.how.checkpoint)
+        needs = dependencies(self.program, in_turn=frozenset(), again_in_turn=again)
         with parameter_hooks_silenced(list(self.parameters.values())):
-            self._play(self.schedule.half(forward=False), dependencies(self.program, in_turn=again))
+            self._play(self.schedule.half(forward=False), needs)
         if not keep_graph:
             self.records.clear()
 
@@ -162,12 +166,8 @@ class Call:
         self.loss = loss
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
-            self._play(self.schedule.workers, step_needs(self.program))
-        if not loss.differentiable:
-            raise GradientError(
-                "the loss depends on nothing that requires a gradient",
-                remedy="pipe(x) computes without gradients",
-            )
+            self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint))
+        check_differentiable(loss.differentiable)
 
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
         """The gradient of one graph input of one micro-batch."""
@@ -190,8 +190,11 @@ class Call:
         announcing = announced(self._act, lambda action: stages[action.stage].device, self.how.hooks)
         queued = self.lanes.queued(announcing, needs)
 
+        caller = threading.get_ident()
+
         def act(action: Action) -> None:
-            with self._errors_say_where(action):
+            here = threading.get_ident() == caller
+            with self._errors_say_where(action), contextlib.nullcontext() if here else self.how.inside():
                 queued(action)
 
         with self.lanes.fenced():
@@ -217,7 +220,7 @@ class Call:
         """The loss of one micro-batch, and the gradients of the outputs."""
         i, last = action.micro_batch, self.program.stages[-1]
         taken = {v: self._take(v, i, last.index) for v in sorted(self.results)}
-        gradients = loss.gradients(i, len(self.program.stages), taken, last.device)
+        gradients = loss.gradients(i, len(self.program.stages), taken)
         self.gradients.update(((v, i), row) for v, row in gradients.items())
 
     # -- actions -----------------------------------------------------------------------------------------------
@@ -285,11 +288,12 @@ class Call:
             found, early, late = input_half(roots, seeds, wanted, weights)
             found += early
         elif roots and (wanted or weights):
-            found = list(
-                torch.autograd.grad(
-                    roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
+            with self._random_numbers(stage, i) if stage.rng_state else contextlib.nullcontext():
+                found = list(
+                    torch.autograd.grad(
+                        roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
+                    )
                 )
-            )
         self._check_gradients(record, [*shared, *alone], found)
         following = iter(found)
         for name, leaves in record.inputs.items():
@@ -336,7 +340,7 @@ class Call:
     def _is_halved(self, stage: Stage, micro_batch: int) -> bool:
         """Whether weights can wait: what is computed again for the inputs is there for the weights too."""
         recomputed = self._is_recomputed(micro_batch) and any(region_modules(stage.module))
-        return stage.index in self.halved and not recomputed
+        return stage.index in self.halved and not recomputed and not stage.rng_state
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -373,7 +377,9 @@ class Call:
     def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
         if self.base_seed is None or not stage.random:
             return contextlib.nullcontext()
-        return Stream(stage_seed(self.base_seed, i, stage.index))
+        if stage.rng_state:  # a checkpoint of the user's saves and restores the default generator's own state
+            return seeded(stage_seed(self.base_seed, i, stage.index), stage.device)
+        return Stream(functools.partial(stage_seed, self.base_seed, i, stage.index))
 
     @contextlib.contextmanager
     def _errors_say_where(self, action: Action) -> Iterator[None]:

@@ -1,46 +1,18 @@
-"""What a call of a pipeline must not do: leave half-written buffers behind, or wait for itself."""
+"""What a call of a pipeline must not leave behind: half-written buffers."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ArgumentError
 from ..graph import resolve
 from ..ir import Program
 from .autograd import Runner
 from .inside import LossInside
-
-_LOSSES = threading.local()  # of which pipelines this thread computes the loss, by their locks
-
-
-@contextlib.contextmanager
-def inside_loss(lock: Any) -> Iterator[None]:
-    """While a worker computes the loss: a call of that pipeline would wait for the step, which waits for the loss."""
-    mine = _LOSSES.__dict__.setdefault("locks", set())
-    mine.add(id(lock))
-    try:
-        yield
-    finally:
-        mine.discard(id(lock))
-
-
-def check_not_in_loss(lock: Any, schedule: str) -> None:
-    """Refuse a call from inside of the loss of the same pipeline.
-
-    Raises:
-        ArgumentError: it is one.
-    """
-    if id(lock) in _LOSSES.__dict__.get("locks", ()):
-        raise ArgumentError(
-            f"loss_fn calls the pipeline, which is in the middle of its step under schedule={schedule!r}",
-            remedy='Plan(schedule="gpipe"), whose loss is computed after all forwards; or call pipe.unsplit()',
-        )
 
 
 class Guarded(Runner):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import TreeSpec, tree_leaves, tree_unflatten
-from ..rng import draw_base_seed, seeded, stage_seed
+from ..rng import Stream, draw_base_seed, stage_seed
 from .loss import MicroLoss, leaves_of
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -24,6 +24,7 @@ class LossInside:
         outputs: of the program, in order: the name of a value, or a constant in a 1-tuple.
         out_spec: their structure.
         around: entered while `loss` runs.
+        base_seed: of the call's random numbers; None if the model draws none: it is drawn if the loss does.
 
     Attributes:
         losses: micro-batch → its weighted loss, detached.
@@ -37,6 +38,7 @@ class LossInside:
         outputs: Sequence[str | tuple[Any, ...]],
         out_spec: TreeSpec,
         around: Around,
+        base_seed: int | None,
     ) -> None:
         self.loss, self.outputs, self.out_spec, self.around = loss, outputs, out_spec, around
         self.losses: dict[int, torch.Tensor] = {}
@@ -44,10 +46,10 @@ class LossInside:
         self.differentiable = False
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
         self._turns = threading.Lock()
-        self._base_seed = draw_base_seed()
+        self._base_seed = base_seed
 
     def gradients(
-        self, i: int, stages: int, taken: Mapping[str, Any], device: torch.device
+        self, i: int, stages: int, taken: Mapping[str, Any]
     ) -> dict[str, list[torch.Tensor | None]]:
         """The gradients of the leaves of each output, for one micro-batch.
 
@@ -56,12 +58,10 @@ class LossInside:
 
         Args:
             taken: output → its value, leaves of a graph of their own.
-            device: of the last stage; random numbers of the loss are seeded there.
         """
-        seed = stage_seed(self._base_seed, i, stages)
         with self._turns, torch.enable_grad():
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
-            with self.around(), seeded(seed, device):
+            with self.around(), Stream(lambda: stage_seed(self._seed(), i, stages)):
                 part = self.loss(i, tree_unflatten(flat, self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
             wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
@@ -78,6 +78,11 @@ class LossInside:
             self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
             self.differentiable = self.differentiable or part.requires_grad
         return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
+
+    def _seed(self) -> int:
+        if self._base_seed is None:
+            self._base_seed = draw_base_seed()
+        return self._base_seed
 
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..compat import tree_leaves, tree_map
-from ..errors import ArgumentError
+from ..errors import ArgumentError, GradientError
 from .microbatch import Merge
 
 LossFn = Callable[..., torch.Tensor]
@@ -74,6 +74,19 @@ def check_loss(loss: Any) -> torch.Tensor:
             f"loss_fn returned {shown}, not a single number", remedy="return loss.mean() or loss.sum()"
         )
     return loss.reshape(())
+
+
+def check_differentiable(depends: bool) -> None:
+    """Refuse a step that has nothing to go backward with.
+
+    Raises:
+        GradientError: the loss depends on nothing that requires a gradient.
+    """
+    if not depends:
+        raise GradientError(
+            "the loss depends on nothing that requires a gradient",
+            remedy="pipe(x) computes without gradients",
+        )
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

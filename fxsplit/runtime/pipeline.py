@@ -36,13 +36,14 @@ from .autograd import PipelineFunction
 from .batchnorm import DeferredNorms
 from .events import ActionHook
 from .execute import Call, Circumstances
-from .guarded import Guarded, buffers_as_before, check_not_in_loss, inside_loss, written_buffers
+from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
 from .loss import MicroLoss, in_parts
 from .microbatch import Merge, sizes
 from .rebind import layout, rebound
+from .reentry import check_not_inside, computing_for
 from .step import step_inside, step_outside
 
 
@@ -129,7 +130,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
-        check_not_in_loss(self._lock, self.schedule.name)
+        check_not_inside(self._lock, self.schedule.name)
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -172,6 +173,7 @@ class Pipeline(nn.Module):
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
+            inside=functools.partial(computing_for, self._lock),
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
@@ -224,7 +226,11 @@ class Pipeline(nn.Module):
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
-                    loss_of = in_parts(loss_fn, target, rows, reduction, self.active.merges)
+                    outputs = self.active.program.outputs
+                    merges = [
+                        m for m, v in zip(self.active.merges, outputs, strict=True) if isinstance(v, str)
+                    ]
+                    loss_of = in_parts(loss_fn, target, rows, reduction, merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
             return step_outside(self, args, kwargs, loss_fn, target)
 
@@ -240,8 +246,8 @@ class Pipeline(nn.Module):
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
-            around = functools.partial(inside_loss, self._lock)
-            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around)
+            around = functools.partial(computing_for, self._lock)
+            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
             outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
 
@@ -269,7 +275,7 @@ class Pipeline(nn.Module):
         if micro_batches not in self._schedules:
             stages = len(self.stages)
             schedule = planned_schedule(self.plan, stages, micro_batches, self.assignment.replicas)
-            check_schedule(schedule, stages, micro_batches, step_needs(self.program))
+            check_schedule(schedule, stages, micro_batches, step_needs(self.program, self.plan.checkpoint))
             self._schedules[micro_batches] = schedule
         return self._schedules[micro_batches]
 

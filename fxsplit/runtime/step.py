@@ -10,7 +10,7 @@ import torch
 from ..compat import tree_map
 from .autograd import Runner
 from .inside import LossInside
-from .loss import LossFn, check_loss
+from .loss import LossFn, check_differentiable, check_loss
 
 
 def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]) -> list[Any]:
@@ -42,5 +42,6 @@ def step_outside(
     """Forward, the loss of the merged output, and its backward: the loss and the output, detached."""
     output = forward(*args, **kwargs)
     loss = check_loss(loss_fn(output) if target is None else loss_fn(output, target))
+    check_differentiable(loss.requires_grad)
     torch.autograd.backward(loss)
     return loss.detach(), tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, output)

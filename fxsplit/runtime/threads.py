@@ -36,6 +36,8 @@ def thread_state() -> Context:
     caches = torch.is_autocast_cache_enabled()
     inference, device = torch.is_inference_mode_enabled(), torch.get_default_device()
     hooks, refused = saved_tensors_hooks_in_force(), saved_tensors_hooks_refused()
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        hooks = None  # a checkpoint around the pipeline would call it again in the middle of its own backward
     threads = backward_uses_threads()
 
     @contextlib.contextmanager
@@ -54,6 +56,9 @@ def thread_state() -> Context:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_cache_enabled(caches)
+            # Nested, so that no `with autocast` inside is the outermost, which empties that cache.
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
             yield
 
     return entered

@@ -268,4 +268,5 @@ def _facts(fact: NodeFacts) -> dict[str, Any]:
         "stateful": fact.stateful,
         "returns": fact.returns,
         "random": fact.random,
+        "rng_state": fact.rng_state,
     }

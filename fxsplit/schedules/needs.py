@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..actions import Action, Needs
 from ..ir import Program
 
 
-def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
+def dependencies(
+    program: Program, *, in_turn: frozenset[int], again_in_turn: frozenset[int] = frozenset()
+) -> Needs:
     """What has to be done before an action may start.
 
     A forward needs the stages that give its inputs. Gradients of a value travel from its last reader to the
@@ -18,18 +21,26 @@ def dependencies(program: Program, *, in_turn: frozenset[int]) -> Needs:
     needs its own forward and, for every value and shared parameter, the next stage in that chain.
 
     Args:
-        in_turn: stages that have to compute their micro-batches one after the other, in order.
+        in_turn: stages that have to go forward with their micro-batches one after the other, in order.
+        again_in_turn: and backward, because they go forward again then.
     """
     made_by, readers = program.producers(), program.readers()
     chains = [(made_by[v], *readers[v]) for v in made_by if made_by[v] >= 0]
     one_way = [readers[v] for v in made_by if made_by[v] < 0] + list(parameter_chains(program).values())
-    return needs_of(len(program.stages), chains, one_way, in_turn=in_turn)
+    return needs_of(len(program.stages), chains, one_way, in_turn=in_turn, again_in_turn=again_in_turn)
 
 
-def step_needs(program: Program) -> Needs:
+def turns_of(program: Program, checkpoint: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The stages that go forward in the order of micro-batches, and those that go backward in it, by their state."""
+    writing = frozenset(s.index for s in program.stages if s.writes)
+    stateful = frozenset(s.index for s in program.stages if s.stateful)
+    return writing | stateful, writing if checkpoint != "never" else frozenset()
+
+
+def step_needs(program: Program, checkpoint: Any) -> Needs:
     """The same with the loss inside: it is computed before the last stage goes backward, and needs all outputs."""
-    turns = frozenset(s.index for s in program.stages if s.writes or s.stateful)
-    base = dependencies(program, in_turn=turns)
+    in_turn, again_in_turn = turns_of(program, checkpoint)
+    base = dependencies(program, in_turn=in_turn, again_in_turn=again_in_turn)
     made_by, last = program.producers(), program.stages[-1].index
     makers = sorted({made_by[v] for v in program.outputs if isinstance(v, str)} - {-1, last})
 
@@ -51,6 +62,7 @@ def needs_of(
     gradients: Iterable[Sequence[int]] = (),
     *,
     in_turn: frozenset[int] = frozenset(),
+    again_in_turn: frozenset[int] = frozenset(),
 ) -> Needs:
     """The same for stages of which no more is known than what travels between them.
 
@@ -75,7 +87,7 @@ def needs_of(
             return [Action("I", stage, i)]
         before = [Action("F", stage, i)] if kind != "F" else []
         before += [Action(kind, s, i) for s in sorted(forward[stage] if kind == "F" else backward[stage])]
-        if stage in in_turn and i > 0:
+        if i > 0 and stage in (in_turn if kind == "F" else again_in_turn):
             before.append(Action(kind, stage, i - 1))
         return before
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,7 @@ def _union(a: NodeFacts, b: NodeFacts) -> NodeFacts:
         returns=a.returns if a.returns == b.returns else None,
         alias=a.returns or b.returns,
         random=a.random or b.random,
+        rng_state=a.rng_state or b.rng_state,
     )
 
 
@@ -67,6 +69,23 @@ def _cautious(model: nn.Module, module: fx.GraphModule, name: str, fact: NodeFac
     return replace(
         fact, buffers=tuple(n for n, t in state_tensors(model).items() if id(t) in own), random=True
     )
+
+
+@contextlib.contextmanager
+def _rng_state_reads() -> Iterator[list[None]]:
+    """An entry for each time that something asks for the generator's state, as torch.utils.checkpoint and fork_rng do."""
+    reads: list[None] = []
+    original = torch.get_rng_state
+
+    def noted() -> torch.Tensor:
+        reads.append(None)
+        return original()
+
+    torch.get_rng_state = noted
+    try:
+        yield reads
+    finally:
+        torch.get_rng_state = original
 
 
 class _FactFinder(fx.Interpreter):
@@ -99,7 +118,8 @@ class _FactFinder(fx.Interpreter):
         versions = [(t, t._version) for t in (*read, *owned)]
         values = [(t, t.detach().clone()) for t in by_value]
         generator, attributes = _generator_states(read), self._attributes(n)
-        value = super().run_node(n)
+        with _rng_state_reads() as reads:
+            value = super().run_node(n)
         written = [t for t, version in versions if t._version != version]
         changed = [t for t, before in values if not equal(t, before)]
         stateful = any(changed_attributes(m, before) for m, before in attributes)
@@ -129,6 +149,7 @@ class _FactFinder(fx.Interpreter):
             random=not all(
                 torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)
             ),
+            rng_state=bool(reads),
         )
         return value
 
