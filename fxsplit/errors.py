@@ -77,7 +77,7 @@ class GuardError(FxsplitError, ValueError, AssertionError):
     """The model would decide by a size in another way than it did when it was captured."""
 
 
-class AnomalyError(FxsplitError, FloatingPointError):
+class AnomalyError(FxsplitError, RuntimeError):
     """A value or gradient has a NaN or an infinity; raised where the plan asks to look for them."""
 
 

@@ -429,7 +429,8 @@ class Pipeline(nn.Module):
     def memory(self) -> dict[torch.device, Live]:
         """Per device the bytes of activations that a batch like the example keeps for backward, by simulation.
 
-        What autograd keeps is measured once on the example; parameters, buffers and arguments are not counted.
+        What autograd keeps is measured once on the example; parameters, buffers and arguments are not counted. The
+        peak is with one region computed again; workers that share a device may each have one at the same time.
         """
         with self._lock:
             saved = measured_saved(self.model, self.traced, self._example_now())

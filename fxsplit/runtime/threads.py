@@ -24,6 +24,14 @@ from ..compat import (
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
+def settle_autocast() -> None:
+    """What the workers have cast is forgotten, unless the caller is inside of autocast, whose end does that."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    if not depth:
+        torch.clear_autocast_cache()
+
+
 def thread_state() -> Context:
     """The calling thread's state, to be entered in new threads.
 
@@ -56,7 +64,7 @@ def thread_state() -> Context:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_cache_enabled(caches)
-            # Nested, so that no `with autocast` inside is the outermost, which empties that cache.
+            # Nested, so that no `with autocast` inside is the outermost, which empties that cache (`settle_autocast`).
             torch.autocast_increment_nesting()
             stack.callback(torch.autocast_decrement_nesting)
             yield

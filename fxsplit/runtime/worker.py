@@ -20,7 +20,7 @@ from ..actions import Action, Needs
 from ..compat import modes_in_force
 from ..errors import WorkerError
 from ..schedules.proof import serial_order
-from .threads import thread_state
+from .threads import settle_autocast, thread_state
 
 Act = Callable[[Action], None]
 
@@ -157,6 +157,7 @@ class _Players:
                 for thread in self.threads:
                     if not _is_gone(thread):
                         thread.join()
+                settle_autocast()
                 if self.share != self.callers:
                     torch.set_num_threads(self.callers)  # the workers changed what new threads start with
                 break
