@@ -205,7 +205,7 @@ def pipelined(draw):
     return plan.replace(schedule=schedule, workers=workers)
 
 
-@settings(max_examples=6 * EXAMPLES)
+@settings(max_examples=7 * EXAMPLES)
 @given(modules(), pipelined(), st.integers(1, 2), st.data())
 def test_every_schedule_is_bit_equal_to_accumulation(model, plan, inputs, data):
     assume(not any(name == "view_add_" for name, _, _ in model.recipe))
