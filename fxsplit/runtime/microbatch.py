@@ -104,7 +104,9 @@ def find_merges(
         )
     probes = [list(inputs)] if batch >= 2 else [_two_rows(inputs, dims)]
     probes.append(_other_values(probes[0], dims))
-    rows = [max(batch, 2) - 1, 1]
+    # Unequal parts, so that a mean is told from a mean of means; not of one row, which some models take for a special case.
+    least = max((batch - 1) // 2, 1)
+    rows = [max(batch, 2) - least, least]
     seen = []
     for number, probe in enumerate(probes):
         try:
