@@ -183,3 +183,31 @@ def test_autocast_and_recomputation_do_not_depend_on_timing():
             pipe.step(x, loss_fn=lambda y: y.float().square().mean(), reduction="mean")
         found.add(tuple(float(p.grad.double().sum()) for p in model.parameters()))
     assert len(found) == 1
+
+
+class Sampled(nn.Module):
+    """Draws in the middle of four stages of unequal weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.mean, self.spread = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+        self.decode = nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.2), nn.Linear(32, 6))
+
+    def forward(self, x):
+        h = self.encode(x).relu()
+        return self.decode(self.mean(h) + torch.randn(x.shape[0], 3) * self.spread(h))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_one_cut_every_plan_draws_the_same(schedule, replicas):
+    """An automatic cut may follow from the schedule; this one does not."""
+    torch.manual_seed(0)
+    model, x = Sampled(), torch.randn(10, 6)
+    seen = []
+    for plan in (plan_for("gpipe"), plan_for(schedule, replicas=replicas, checkpoint="except_last")):
+        plan = plan.replace(stages=None, cut=["mean", "decode", "decode.2"])
+        pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=(x,))
+        torch.manual_seed(5)
+        seen.append(pipe.step_with_output(x, loss_fn=lambda y: y.square().mean(), reduction="mean")[1])
+    assert torch.equal(*seen)

@@ -16,7 +16,10 @@ from .inside import LossInside
 
 
 class Guarded(Runner):
-    """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward."""
+    """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward.
+
+    A step's are put back by who takes the step: its end is not the runner's.
+    """
 
     def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
         super().__init__(*args)
@@ -30,10 +33,9 @@ class Guarded(Runner):
             return found
 
     def step(self, loss: LossInside) -> list[torch.Tensor | None]:
-        with buffers_as_before(self._written):
-            found = super().step(loss)
-            self._commit()
-            return found
+        found = super().step(loss)
+        self._commit()
+        return found
 
     def _commit(self) -> None:
         if self.call.norms is not None:

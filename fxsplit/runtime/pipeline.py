@@ -222,7 +222,7 @@ class Pipeline(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
         """As `step`; returns the loss and the output of the whole batch, detached: for metrics and logs."""
-        with torch.enable_grad(), buffers_as_before(written_buffers(self.active.program, self.model)):
+        with torch.enable_grad():
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
@@ -232,7 +232,8 @@ class Pipeline(nn.Module):
                     ]
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
-            return step_outside(self, args, kwargs, loss_fn, target)
+            with buffers_as_before(written_buffers(self.active.program, self.model)):
+                return step_outside(self, args, kwargs, loss_fn, target)
 
     def _step_inside(
         self,
@@ -241,7 +242,7 @@ class Pipeline(nn.Module):
         rows: list[int],
         loss_of: MicroLoss,
     ) -> tuple[torch.Tensor, Any]:
-        with self._lock:
+        with self._lock, buffers_as_before(written_buffers(self.program, self.model)):
             self._use_current_modules()
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
