@@ -719,3 +719,12 @@ def test_outputs_that_are_constants_and_losses_without_a_gradient(schedule):
 def test_one_device_for_each_worker_even_if_they_are_the_same():
     plan = fxsplit.Plan(stages=4, schedule="breadth_first", devices=["cpu", "cpu"])
     assert plan.workers == 2 and plan.devices == ("cpu",) * 4
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_of_a_model_that_lost_a_module_says_so(schedule):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(8, 4)
+    pipe = fxsplit.compile(model, plan_for(schedule, 2, micro_batches=2), example_args=(x,))
+    model[1] = nn.Identity()
+    with pytest.raises(fxsplit.errors.ArgumentError, match="compile again"):
+        pipe.step(x, loss_fn=lambda y: y.sum(), reduction="sum")

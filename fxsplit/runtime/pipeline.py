@@ -232,6 +232,8 @@ class Pipeline(nn.Module):
                     ]
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
+            with self._lock:
+                self.active._use_current_modules()
             with buffers_as_before(written_buffers(self.active.program, self.model)):
                 return step_outside(self, args, kwargs, loss_fn, target)
 
@@ -242,14 +244,15 @@ class Pipeline(nn.Module):
         rows: list[int],
         loss_of: MicroLoss,
     ) -> tuple[torch.Tensor, Any]:
-        with self._lock, buffers_as_before(written_buffers(self.program, self.model)):
+        with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
-            outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
+            with buffers_as_before(written_buffers(self.program, self.model)):
+                outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
 
     def register_action_hook(self, hook: ActionHook) -> RemovableHandle:
