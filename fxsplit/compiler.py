@@ -281,13 +281,7 @@ def _ordinary(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_devices(assignment: Assignment) -> None:
-    for stage, row in enumerate(assignment.rows):
-        if len(set(row)) > 1:
-            raise PlanError(
-                f"stage {stage} is replicated on {', '.join(map(str, row))}: replicas run on one device so far",
-                remedy="fxsplit.preview(...) to plan for them, or the same device several times to run",
-            )
-    for stage, device in enumerate(assignment.devices):
+    for stage, device in ((s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)):
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:

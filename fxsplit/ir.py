@@ -279,6 +279,8 @@ class Stage:
 
     Attributes:
         index: position in execution order.
+        row: the devices of its replicas; `device` is the first. A replica on another one runs the same code, with
+            its own device in place of this one.
         module: the generated `GraphModule`; its submodules and parameters are the model's own objects.
         inputs: names of the values that it reads, in the order of its arguments.
         outputs: names of the values that it gives, in the order of its results.
@@ -307,6 +309,16 @@ class Stage:
     rng_state: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""
+    row: tuple[torch.device, ...] = ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its replicas are on different devices."""
+        return len(set(self.row)) > 1
+
+    def device_of(self, micro_batch: int) -> torch.device:
+        """Where it computes a micro-batch."""
+        return self.row[micro_batch % len(self.row)] if self.row else self.device
 
     @property
     def code(self) -> str:

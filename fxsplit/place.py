@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from .graph import region_modules
-from .ir import Program
+from .ir import Program, Stage
 
 
 def place(model: nn.Module, program: Program) -> None:
@@ -19,7 +19,6 @@ def place(model: nn.Module, program: Program) -> None:
     All copies are made before the first one is put in place: out of memory, nothing has changed.
     """
     moved: list[Callable[[], None]] = []
-    names = {id(p): name for name, p in model.named_parameters()}
     for stage in program.stages:
         for module in (stage.module, *region_modules(stage.module)):
             for name, constant in module._buffers.items():
@@ -27,23 +26,31 @@ def place(model: nn.Module, program: Program) -> None:
                     moved.append(
                         functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
                     )
-        for fqn in stage.paths.values():
-            owner_path, _, leaf = fqn.rpartition(".")
-            owner = model.get_submodule(owner_path)
-            value = getattr(owner, leaf)
-            holders = list(value.modules()) if isinstance(value, nn.Module) else [owner]
-            for holder in holders:
-                for table in (holder._parameters, holder._buffers):
-                    keys = list(table) if isinstance(value, nn.Module) else [leaf]
-                    moved += [
-                        _mover(table, key, stage.device)
-                        for key in keys
-                        if _is_elsewhere(table.get(key), stage.device)
-                        and names.get(id(table[key]), "")
-                        in ("", *stage.parameters)  # others are handed to it
-                    ]
+        for holder, kind, key in tensors_of(model, stage):
+            table = getattr(holder, kind)
+            if _is_elsewhere(table[key], stage.device):
+                moved.append(_mover(table, key, stage.device))
     for put in moved:
         put()
+
+
+def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str, str]]:
+    """The parameters and buffers that have to be where a stage computes: module, table, and name in it.
+
+    A parameter that is read on several devices is handed to the others as a value.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for fqn in stage.paths.values():
+        owner_path, _, leaf = fqn.rpartition(".")
+        owner = model.get_submodule(owner_path)
+        value = getattr(owner, leaf)
+        for holder in value.modules() if isinstance(value, nn.Module) else (owner,):
+            for kind in ("_parameters", "_buffers"):
+                table = getattr(holder, kind)
+                for key in list(table) if isinstance(value, nn.Module) else [leaf]:
+                    tensor = table.get(key)
+                    if tensor is not None and names.get(id(tensor), "") in ("", *stage.parameters):
+                        yield holder, kind, key
 
 
 def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,8 @@ class Plan:
     Where to place:
 
     Args:
-        devices: one device for all stages, or a list with one for each stage; not together with
+        devices: one device for all stages, or a list with one for each stage, or with a row of devices for each
+            stage, one for each of its replicas: ``[["cuda:0", "cuda:1"], ["cuda:2"]]``; not together with
             `device_map`. Default: the device that the model is on.
         max_memory: ``{device: bytes or "10GiB"}``, the most that parameters and buffers may take on each device.
             With a word as `device_map` these are the devices, in this order; ``"cpu"`` without an index comes last
@@ -74,7 +76,9 @@ class Plan:
     How to run:
 
     Args:
-        micro_batches: the number of micro-batches that a batch is split into, at most.
+        micro_batches: the number of micro-batches that a batch is split into, at most. Default: so many that all
+            replicas of a stage get equally many, and at least one (their least common multiple; with ``"auto"`` the
+            number of devices).
         schedule: ``"gpipe"`` (Huang et al., 2019); ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
             micro-batches in `Pipeline.step`; ``"zb_h1"`` (Qi et al., 2023), with backward in two and a smaller
             bubble; with several stages on each of the `workers` ``"interleaved_1f1b"``, ``"breadth_first"``
@@ -88,13 +92,16 @@ class Plan:
             of a list of paths, those for which a function ``(path, module) -> bool`` is true, or as much as
             it takes to keep the activations of each device within a `Budget`.
         replicas: how many workers run each stage, or a list with the number for each stage; micro-batch i of a
-            stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters. ``"auto"``
-            picks stages and replicas together for the list of `devices` (with `stages`, that many).
+            stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters; on
+            another device they hold copies, which follow the parameters. ``"auto"`` picks stages and replicas
+            together for the list of `devices` (with `stages`, that many).
         threads: how many each worker uses inside of an operation of the CPU. Default: those of the caller
             (`torch.get_num_threads`), shared out evenly.
         deferred_batch_norm: whether the running statistics of batch normalisation are updated once, after a whole
             forward, by those of the whole batch; otherwise each micro-batch updates them. Either way a micro-batch is
             normalised by its own.
+        sync_batch_norm: whether batch normalisation uses the statistics of the whole batch: micro-batches of a stage
+            meet at each such layer, whatever replicas they are on, and go backward together. GPipe only.
         detect_anomaly: ``"nan"`` to end in an error at the first NaN, which names its stage, micro-batch and node (or
             whose gradient it is); ``"inf"`` for infinities above zero too (those below zero are masks). Slow: stages
             run node by node.
@@ -113,16 +120,17 @@ class Plan:
     hardware: Device | str | Sequence[Device | str] | None = None
     optimizer_states: int | None = 2
     effort: str = "normal"
-    devices: DeviceLike | Sequence[DeviceLike] | None = None
+    devices: DeviceLike | Sequence[DeviceLike | Sequence[DeviceLike]] | None = None
     max_memory: Mapping[Any, Any] | None = None
     no_split_module_classes: str | type[nn.Module] | Sequence[Any] | None = None
-    micro_batches: int = 1
+    micro_batches: int = None  # type: ignore[assignment]  # a number once the plan is made
     schedule: str | Schedule = "gpipe"
     workers: int | None = None
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int | str | Sequence[int] = 1
     threads: int | None = None
     deferred_batch_norm: bool = False
+    sync_batch_norm: bool = False
     detect_anomaly: str | None = None
     batch_dims: Mapping[str, int | None] | None = None
 
@@ -131,18 +139,22 @@ class Plan:
         self._check_cost()
         self._check_choice("effort", EFFORTS)
         self._check_checkpoint()
+        follows = _is_left_out(self.micro_batches)  # the replicas, which are looked at later
+        if follows:
+            self._set(
+                "micro_batches", self.schedule.micro_batches if isinstance(self.schedule, Schedule) else 1
+            )
         _check_positive("micro_batches", self.micro_batches)
         self._check_schedule()
         if self.devices is not None:
             self._check_devices()
         self._check_replicas()
+        if follows and not isinstance(self.schedule, Schedule):
+            self._set("micro_batches", self._enough_micro_batches())
         self._check_hardware()
         if self.threads is not None:
             _check_positive("threads", self.threads)
-        if not isinstance(self.deferred_batch_norm, bool):
-            raise PlanError(
-                f"deferred_batch_norm={self.deferred_batch_norm!r} is not True or False", remedy="True"
-            )
+        self._check_batch_norm()
         if self.detect_anomaly is not None:
             self._check_choice("detect_anomaly", ANOMALIES)
         if self.max_memory is not None:
@@ -350,6 +362,33 @@ class Plan:
         else:
             _check_positive("replicas", value)
 
+    def _enough_micro_batches(self) -> int:
+        """So many that all replicas of a stage get equally many."""
+        if self.replicas == "auto":
+            return len(self.devices) if isinstance(self.devices, tuple) else 1
+        return self.replicas if isinstance(self.replicas, int) else math.lcm(*map(int, self.replicas))
+
+    def _check_batch_norm(self) -> None:
+        for field in ("deferred_batch_norm", "sync_batch_norm"):
+            if not isinstance(getattr(self, field), bool):
+                raise PlanError(f"{field}={getattr(self, field)!r} is not True or False", remedy="True")
+        if self.sync_batch_norm and self.deferred_batch_norm:
+            raise PlanError(
+                "sync_batch_norm= and deferred_batch_norm= are both set, and the first does what the second does",
+                remedy="leave out deferred_batch_norm=",
+            )
+        if self.sync_batch_norm and self.schedule != "gpipe":
+            raise PlanError(
+                f"sync_batch_norm= lets all micro-batches meet, but schedule={self.schedule_name!r} goes backward with "
+                "some before others have gone forward, or has one worker for several stages",
+                remedy='schedule="gpipe", or deferred_batch_norm=True',
+            )
+
+    def row_of(self, stage: int) -> tuple[str, ...] | None:
+        """The devices of the replicas of a stage, where the plan lists them one by one."""
+        row = self.devices[stage] if isinstance(self.devices, tuple) else None
+        return row if isinstance(row, tuple) else None
+
     def _check_hardware(self) -> None:
         value = self.hardware
         if isinstance(value, list | tuple):
@@ -383,13 +422,10 @@ class Plan:
             raise PlanError(
                 f"devices={self.devices!r} is not a device or a list of devices", remedy='devices=["cuda:0"]'
             )
-        if any(isinstance(d, list | tuple) for d in self.devices):
-            raise PlanError(
-                "devices= holds rows of devices: replicas of a stage on different devices are not supported",
-                remedy="one device for each stage; replicas= share it",
-            )
-        devices = tuple(device_name(f"devices[{i}]", d) for i, d in enumerate(self.devices))
+        devices = tuple(_device_or_row(f"devices[{i}]", d) for i, d in enumerate(self.devices))
         self._set("devices", devices)
+        if any(isinstance(d, tuple) for d in devices):
+            self._count_rows(devices)
         if self.replicas == "auto":
             if (self.stages or 1) > len(devices):
                 raise PlanError(
@@ -398,10 +434,34 @@ class Plan:
             return
         field, count = self.ways_to_cut()[0], self.stage_count()
         if count is not None and count != len(devices):
+            r = self.replicas if isinstance(self.replicas, int) else 1
+            rows = [list(devices[s * r : s * r + r]) for s in range(count)]
             raise PlanError(
                 f"{field}= asks for {count} stages, but devices= lists {len(devices)}",
-                remedy=f"list {count} devices (one may appear several times), or a single device",
+                remedy=f"a row for the replicas of each stage: devices={rows}"
+                if r > 1 and len(devices) == count * r
+                else f"list {count} devices (one may appear several times), or a single device",
             )
+
+    def _count_rows(self, devices: tuple[str | tuple[str, ...], ...]) -> None:
+        """The rows say how many replicas there are."""
+        counts = tuple(len(row) if isinstance(row, tuple) else 1 for row in devices)
+        if self.replicas == 1:
+            self._set("replicas", counts)
+        elif self.replicas == "auto":
+            raise PlanError(
+                'replicas="auto" shares devices out, but devices= has rows, which do so already',
+                remedy="leave out replicas=, or list the devices without rows",
+            )
+        for stage, count in enumerate(counts):
+            said = (
+                self.replicas if isinstance(self.replicas, int) else dict(enumerate(self.replicas)).get(stage)
+            )
+            if said != count and not (count == 1 and not isinstance(devices[stage], tuple)):
+                raise PlanError(
+                    f"devices[{stage}]= is a row of {count}, but replicas= says {said}",
+                    remedy="leave out replicas=: the rows say it",
+                )
 
     def _check_batch_dims(self) -> None:
         if not isinstance(self.batch_dims, Mapping) or not all(
@@ -447,6 +507,8 @@ class Plan:
         for name in changes:
             if name not in known:
                 raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
+        if self.micro_batches == self._enough_micro_batches():  # by default: it follows the replicas
+            changes = {"micro_batches": None, **changes}
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -473,8 +535,21 @@ class Plan:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
+        usual = {f.name: f.default for f in fields} | {"micro_batches": self._enough_micro_batches()}
+        shown = [f"{n}={getattr(self, n)!r}" for n, default in usual.items() if getattr(self, n) != default]
         return f"Plan({', '.join(shown)})"
+
+
+def _is_left_out(value: object) -> bool:
+    return value is None
+
+
+def _device_or_row(where: str, value: object) -> str | tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        return device_name(where, value)
+    if not value:
+        raise PlanError(f"{where} is an empty row", remedy='a device for each replica: ["cuda:0", "cuda:1"]')
+    return tuple(device_name(f"{where}[{i}]", d) for i, d in enumerate(value))
 
 
 def _check_positive(field: str, value: object) -> None:

@@ -93,9 +93,13 @@ def finished_before(streams, event):
     return done
 
 
+def computing(lanes):
+    return [stream for row in lanes._compute for stream in row if stream is not None]
+
+
 def test_an_action_is_behind_what_it_needs_and_no_host_waits():
     cuda = Cuda()
-    lanes = CudaLanes(DEVICES, cuda)
+    lanes = CudaLanes([[d] for d in DEVICES], cuda)
     needs = needs_of(3, [[0, 1], [1, 2]])
     schedule = one_f_one_b(3, 4)
 
@@ -109,18 +113,18 @@ def test_an_action_is_behind_what_it_needs_and_no_host_waits():
             queued(action)
     for row in schedule.workers:
         for action in row:
-            done = finished_before(lanes._compute, lanes._events[action][0])
+            done = finished_before(computing(lanes), lanes._events[action][0])
             assert {action, *needs(action)} <= done
     for i in (0, 1):  # the caller goes on after everything
         d = torch.device("cuda", i)
         end = cuda.current[d].record_event()
         mine = {a for row in schedule.workers for a in row if DEVICES[a.stage] == d}
-        assert mine <= finished_before([*lanes._compute, *lanes._copy.values(), cuda.current[d]], end)
+        assert mine <= finished_before([*computing(lanes), *lanes._copy.values(), cuda.current[d]], end)
 
 
 def test_a_copy_waits_for_its_source_and_not_for_what_its_reader_computes():
     cuda = Cuda()
-    lanes = CudaLanes(DEVICES, cuda)
+    lanes = CudaLanes([[d] for d in DEVICES], cuda)
     needs = needs_of(3, [[0, 1], [1, 2]])
     copies = {}
 
@@ -139,17 +143,17 @@ def test_a_copy_waits_for_its_source_and_not_for_what_its_reader_computes():
     on_copy = [row for row in lanes._copy[DEVICES[1]].queue if row[0] == "copy"]
     assert on_copy == [("copy", True)] * 2
     last = [what for kind, what in lanes._copy[DEVICES[1]].queue if kind == "record"][-1]
-    done = finished_before([*lanes._compute, *lanes._copy.values()], last)
+    done = finished_before([*computing(lanes), *lanes._copy.values()], last)
     assert Action("F", 0, 1) in done and Action("F", 1, 0) not in done
-    assert source.read_on == [lanes._copy[DEVICES[0]]] and moved.read_on == [lanes._compute[1]]
+    assert source.read_on == [lanes._copy[DEVICES[0]]] and moved.read_on == lanes._compute[1]
     assert Action("F", 1, 1) in finished_before(
-        [*lanes._compute, *lanes._copy.values()], lanes._events[Action("F", 1, 1)][0]
+        [*computing(lanes), *lanes._copy.values()], lanes._events[Action("F", 1, 1)][0]
     )
 
 
 def test_a_copy_to_the_host_is_waited_for_and_one_from_a_cpu_stage_is_seen_by_its_reader():
     cuda = Cuda()
-    lanes = CudaLanes([torch.device("cuda", 0), torch.device("cpu")], cuda)
+    lanes = CudaLanes([[torch.device("cuda", 0)], [torch.device("cpu")]], cuda)
     needs = needs_of(2, [[0, 1]])
 
     def act(action):
@@ -164,7 +168,7 @@ def test_a_copy_to_the_host_is_waited_for_and_one_from_a_cpu_stage_is_seen_by_it
     copy_stream = lanes._copy[DEVICES[0]]
     assert [row for row in copy_stream.queue if row[0] == "copy"] == [("copy", False), ("copy", True)]
     arrived = [what for kind, what in copy_stream.queue if kind == "record"][-1]
-    assert ("wait", arrived) in lanes._compute[0].queue
+    assert ("wait", arrived) in lanes._compute[0][0].queue
 
 
 class Held(torch.Tensor):
@@ -178,17 +182,50 @@ class Held(torch.Tensor):
 
 def test_memory_that_another_stream_reads_is_kept_from_the_allocator():
     cuda = Cuda()
-    lanes = CudaLanes(DEVICES, cuda)
+    lanes = CudaLanes([[d] for d in DEVICES], cuda)
     here = torch.ones(1).as_subclass(Held)
-    lanes.uses(2, [None, 3, here])
-    lanes.uses(1, [here])  # of another device: a copy of it is read there
-    assert here.read_on == [lanes._compute[2]]
+    lanes.uses(2, 0, [None, 3, here])
+    lanes.uses(1, 0, [here])  # of another device: a copy of it is read there
+    assert here.read_on == lanes._compute[2]
     lanes.leaves([None, here])
-    assert here.read_on == [lanes._compute[2], cuda.current[DEVICES[0]]]
+    assert here.read_on == [*lanes._compute[2], cuda.current[DEVICES[0]]]
+
+
+def test_replicas_have_streams_of_their_own_and_gradients_are_added_on_one():
+    cuda = Cuda()
+    lanes = CudaLanes([[DEVICES[0], DEVICES[1]]], cuda)
+    home = DEVICES[0]
+
+    def act(action):
+        device, stream = lanes._at(0, action.micro_batch)
+        assert cuda.current_stream(device) is stream and device == DEVICES[action.micro_batch % 2]
+        stream.queue.append(("act", action))
+        if action.kind == "B":
+            term = lanes.move(OnCuda(cuda, device), home)
+            with lanes.adding(term):
+                assert cuda.current_stream(home) is lanes._sum[home]
+                cuda.current_stream(home).queue.append(("act", ("sum", action.micro_batch)))
+            assert term.read_on[-1] is lanes._sum[home]
+
+    queued = lanes.queued(act, needs_of(1, []))
+    with lanes.fenced():
+        for kind in "FB":
+            for i in range(4):
+                queued(Action(kind, 0, i))
+    every = [*computing(lanes), *lanes._copy.values(), *lanes._sum.values()]
+    for i in range(4):  # a sum is behind the backward that made its term, and behind those before it
+        position = lanes._sum[home].queue.index(("act", ("sum", i)))
+        before = [what for kind, what in lanes._sum[home].queue[:position] if kind == "wait"]
+        done = set().union(*(finished_before(every, event) for event in before))
+        assert {Action("B", 0, j) for j in range(i + 1)} <= done
+    end = cuda.current[home].record_event()  # and the caller goes on after all of them
+    assert {("sum", i) for i in range(4)} <= finished_before([*every, cuda.current[home]], end)
+    with lanes.adding(None):
+        pass
 
 
 def test_a_cpu_has_no_queues():
-    lanes = lanes_of([torch.device("cpu")])
+    lanes = lanes_of([[torch.device("cpu")]])
     act = object()
     assert type(lanes) is Lanes and lanes.queued(act, None) is act
     x = torch.ones(2)
@@ -221,4 +258,4 @@ def test_on_a_gpu(schedule, devices):
 
 @GPU
 def test_streams_are_in_force():
-    assert isinstance(lanes_of([torch.device("cuda")]), CudaLanes)
+    assert isinstance(lanes_of([[torch.device("cuda")]]), CudaLanes)

@@ -52,7 +52,17 @@ def test_a_file_that_is_no_plan(tmp_path):
         ({"stages": 3, "devices": ["cpu", "cpu"]}, ["stages=", "3", "devices=", "2"]),
         ({"balance": [1, 1], "devices": ["cpu"]}, ["balance=", "devices="]),
         ({"devices": "nonsense"}, ["devices", "nonsense"]),
-        ({"devices": [["cpu"], ["cpu"]]}, ["rows of devices"]),
+        ({"devices": [["cpu"], ["cpu"]]}, ["asks for 1 stages", "devices= lists 2"]),
+        ({"devices": [["cpu", "cpu"]], "replicas": 3}, ["devices[0]= is a row of 2", "replicas= says 3"]),
+        ({"devices": [["cpu"], []], "stages": 2}, ["devices[1] is an empty row"]),
+        ({"devices": [["cpu"]], "replicas": "auto"}, ["devices= has rows"]),
+        ({"devices": ["cuda:0", "cuda:1"], "replicas": 2}, ["devices=[['cuda:0', 'cuda:1']]"]),
+        ({"sync_batch_norm": 1}, ["sync_batch_norm=1"]),
+        (
+            {"sync_batch_norm": True, "deferred_batch_norm": True},
+            ["sync_batch_norm=", "deferred_batch_norm="],
+        ),
+        ({"sync_batch_norm": True, "schedule": "1f1b"}, ["sync_batch_norm=", "'1f1b'"]),
         ({"cost": "parms"}, ["cost='parms'", "'params'"]),
         ({"cost": {"a": -1.0}}, ["cost['a']=-1.0"]),
         ({"cost": 3}, ["cost=3", "roofline"]),
@@ -88,3 +98,27 @@ def test_replace():
     assert plan.replace(stages=3) == fxsplit.Plan(stages=3, micro_batches=4)
     with pytest.raises(PlanError, match="did you mean 'stages'"):
         plan.replace(stage=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, 1),
+        ({"replicas": 3}, 3),
+        ({"replicas": [2, 1, 3], "stages": 3}, 6),  # all replicas of a stage get equally many
+        ({"replicas": 2, "micro_batches": 5}, 5),
+        ({"replicas": "auto", "devices": ["cpu"] * 4}, 4),
+        ({"devices": [["cpu", "cpu"], "cpu"], "stages": 2}, 2),
+    ],
+)
+def test_there_are_enough_micro_batches_for_the_replicas(fields, count):
+    plan = fxsplit.Plan(**fields)
+    assert plan.micro_batches == count
+    assert fxsplit.Plan.from_dict(plan.to_dict()) == plan
+    assert eval(repr(plan), {"Plan": fxsplit.Plan}) == plan
+
+
+def test_micro_batches_by_default_follow_the_replicas():
+    assert fxsplit.Plan(replicas=2).replace(replicas=4).micro_batches == 4
+    assert fxsplit.Plan(micro_batches=6).replace(replicas=4).micro_batches == 6
+    assert fxsplit.Plan(devices=[["cpu", "cpu"], ["cpu"]], stages=2).replicas == (2, 1)

@@ -39,10 +39,11 @@ def generate(
     parts = extract(traced, assignment)
     names = traced.names
     devices = dict(zip((p.index for p in parts), assignment.devices, strict=True))
+    rows = dict(zip((p.index for p in parts), assignment.rows, strict=True))
     made_by = {node.name: part.index for part in parts for node in part.nodes}
     stages = []
     for part in parts:
-        writer = _StageWriter(traced, part, devices, made_by, names)
+        writer = _StageWriter(traced, part, rows, made_by, names)
         module = writer.write(regions[part.index] if regions is not None else [])
         facts = [traced.facts[n.name] for n in part.nodes]
         parameters = tuple(dict.fromkeys(p for fact in facts for p in fact.parameters))
@@ -63,6 +64,7 @@ def generate(
             rng_state=any(fact.rng_state for fact in facts),
             modules=modules,
             header=_header(model, part, assignment, devices, made_by, modules, parameters),
+            row=tuple(rows[part.index]),
         )
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
@@ -77,11 +79,12 @@ class _StageWriter:
         self,
         traced: Traced,
         part: Part,
-        devices: Mapping[int, torch.device],
+        rows: Mapping[int, Sequence[torch.device]],
         made_by: Mapping[str, int],
         names: Mapping[str, str],
     ) -> None:
-        self.traced, self.part, self.devices, self.made_by, self.names = traced, part, devices, made_by, names
+        self.traced, self.part, self.made_by, self.names = traced, part, made_by, names
+        self.rows, self.here = rows, rows[part.index][0]
         self.attributes: dict[str, object] = {}
         every = compute_nodes(traced.graph)
         contexts = open_contexts(every)
@@ -91,13 +94,13 @@ class _StageWriter:
     def write(self, runs: Runs) -> fx.GraphModule:
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
-        device = self.devices[self.part.index]
         for node in self.part.inputs:
             values[node] = _placeholder(graph, node.name)
         for node in self.part.inputs:
             if self._crosses(node):
-                name = f"{node.name}_{str(device).replace(':', '_')}"
-                values[node] = graph.create_node("call_function", transfer, (values[node], device), name=name)
+                name = f"{node.name}_{str(self.here).replace(':', '_')}"
+                operands = (values[node], self.here)
+                values[node] = graph.create_node("call_function", transfer, operands, name=name)
         for context in self.open[0]:
             self._enter_again(graph, values, context)
         nodes = self.part.nodes
@@ -125,11 +128,12 @@ class _StageWriter:
             node.meta["again"] = True
 
     def _crosses(self, node: fx.Node) -> bool:
-        here = self.devices[self.part.index]
+        """Whether any replica reads it on another device than where it may have been made."""
+        here = set(self.rows[self.part.index])
         specs = [s for s in tree_leaves(self.traced.facts[node.name].value) if isinstance(s, TensorSpec)]
         if node.name in self.made_by:
-            return bool(specs) and self.devices[self.made_by[node.name]] != here
-        return any(s.device != here for s in specs)
+            return bool(specs) and len(here.union(self.rows[self.made_by[node.name]])) > 1
+        return any(here != {s.device} for s in specs)
 
     def _copy(
         self, graph: fx.Graph, values: dict[fx.Node, fx.Node], attributes: dict[str, object], node: fx.Node
@@ -145,8 +149,7 @@ class _StageWriter:
 
     def _follow(self, value: Any) -> Any:
         """`x.device` was the example's device when it was captured: it is the stage's now."""
-        here = self.devices[self.part.index]
-        return here if isinstance(value, torch.device) and value in self.traced.devices else value
+        return self.here if isinstance(value, torch.device) and value in self.traced.devices else value
 
     def _checkpoint(
         self, graph: fx.Graph, values: dict[fx.Node, fx.Node], run: Sequence[fx.Node], number: int

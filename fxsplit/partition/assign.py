@@ -58,10 +58,11 @@ def partition(
             remedy=f"stages={len(units)} or fewer",
         )
     names = [str(d) for d in devices]
-    odd = [d for d in plan.max_memory or () if d not in names] if plan.device_map is None else []
+    every = dict.fromkeys(d for stage, name in enumerate(names) for d in plan.row_of(stage) or (name,))
+    odd = [d for d in plan.max_memory or () if d not in every] if plan.device_map is None else []
     if odd:
         raise PlanError(
-            f"max_memory= limits {odd[0]}, but the plan's devices are {', '.join(dict.fromkeys(names))}",
+            f"max_memory= limits {odd[0]}, but the plan's devices are {', '.join(every)}",
             remedy="name devices of the plan, as they are written there",
         )
     figures = weigh_nodes(model, traced, plan, units, inputs)
@@ -162,7 +163,10 @@ def _rows(plan: Plan, cut: Cut, devices: Sequence[torch.device]) -> tuple[tuple[
     if plan.replicas == "auto":
         return tuple(tuple(devices[i] for i in slot.devices) for slot in cut.slots)
     counts = replica_counts(plan, len(cut.starts))
-    return tuple((device,) * r for device, r in zip(devices, counts, strict=True))
+    return tuple(
+        tuple(torch.device(d) for d in plan.row_of(stage) or (device,) * counts[stage])
+        for stage, device in enumerate(devices)
+    )
 
 
 def _check_lengths(plan: Plan, count: int) -> None:
@@ -274,7 +278,8 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
 
 def _stage_devices(model: nn.Module, plan: Plan, count: int) -> list[torch.device]:
     if isinstance(plan.devices, tuple):
-        return [torch.device(d) for d in plan.devices]  # one for each stage, or those that are shared out
+        # one for each stage, or those that are shared out
+        return [torch.device(d[0] if isinstance(d, tuple) else d) for d in plan.devices]
     if plan.devices is not None:
         return [torch.device(plan.devices)] * count  # type: ignore[arg-type]
     parameter = next(iter([*model.parameters(), *model.buffers()]), None)

@@ -246,7 +246,7 @@ def _moves(
 ) -> tuple[tuple[tuple[tuple[int, Slot], ...], ...], tuple[int, ...]]:
     count = len(devices)
     if plan.replicas != "auto":
-        moves = [((j + 1, _shared_slot(plan, j, devices, rows)),) for j in range(count)]
+        moves = [((j + 1, _said_slot(plan, j, devices, rows)),) for j in range(count)]
         return (*moves, ()), (count,)
     if plan.stages is None:
         free = [
@@ -282,7 +282,7 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     per_byte = _seconds_per_byte(plan, slowest)
     apart = len({devices[i] for i in numbers}) > 1  # on one device they share the parameters and its memory
     share = replica_share(plan, r)
-    load = Weights(share, per_byte * share, 2 * (r - 1) / r * per_byte if apart else 0.0)
+    load = Weights(share, per_byte * share, _ring(r, per_byte) if apart else 0.0)
     limits = [memory_limit(plan, i, devices) for i in numbers]
     memory = min(limits) if apart else sum(limits)
     return Slot(
@@ -294,15 +294,22 @@ def _slot(plan: Plan, numbers: Sequence[int], devices: Sequence[str], rows: Sequ
     )
 
 
-def _shared_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[int]) -> Slot:
-    """The same for replicas on one device: they share its parameters and its memory."""
+def _ring(replicas: int, per_byte: float) -> float:
+    return 2 * (replicas - 1) / replicas * per_byte
+
+
+def _said_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[int]) -> Slot:
+    """The same where the plan says how many replicas there are: on one device, or each on that of its row."""
     counts = replica_counts(plan, len(devices))
     first = sum(counts[:stage])
-    share = replica_share(plan, counts[stage])
-    load = Weights(work=share, traffic=_seconds_per_byte(plan, stage) * share)
+    share, per_byte = replica_share(plan, counts[stage]), _seconds_per_byte(plan, stage)
+    row = plan.row_of(stage) or (devices[stage],)
+    apart = len(set(row)) > 1
+    load = Weights(share, per_byte * share, _ring(counts[stage], per_byte) if apart else 0.0)
     workers = tuple(range(first, first + counts[stage]))
-    limit = memory_limit(plan, stage, devices)
-    room = _room(plan, _kept_share(plan, stage, counts, sum))
+    others = [d for s, d in enumerate(devices) if s != stage]
+    limit = min(memory_limit(plan, 0, [d, *others], described=stage) for d in row)
+    room = _room(plan, _kept_share(plan, stage, counts, max if apart else sum))
     return Slot(rows[stage % len(rows)], load, room, limit, workers)
 
 
@@ -328,15 +335,18 @@ def replica_counts(plan: Plan, stages: int) -> tuple[int, ...]:
     return (plan.replicas,) * stages if isinstance(plan.replicas, int) else (1,) * stages
 
 
-def memory_limit(plan: Plan, number: int, devices: Sequence[str]) -> float:
+def memory_limit(plan: Plan, number: int, devices: Sequence[str], described: int | None = None) -> float:
     """How much memory one stage may take: an equal part of that of its device, where stages are placed together.
 
     A device map's `max_memory` is for its weights alone, as in Accelerate, and is not looked at here.
+
+    Args:
+        described: where its description is in the plan's; by default at `number`.
     """
-    described, device = plan.described(), devices[number]
+    descriptions, device = plan.described(), devices[number]
     if plan.max_memory is not None and device in plan.max_memory and plan.device_map is None:
         return max(float(plan.max_memory[device]), 1.0) / devices.count(device)
-    memory = described[number % len(described)].memory
+    memory = descriptions[(number if described is None else described) % len(descriptions)].memory
     if memory is None:
         return math.inf
     together = devices.count(device) if plan.devices is not None or plan.device_map is not None else 1

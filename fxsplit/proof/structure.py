@@ -292,10 +292,10 @@ def _transfers(model: nn.Module, traced: Traced, program: Program) -> Found:
             specs = [s for s in tree_leaves(traced.facts[node.name].value) if isinstance(s, TensorSpec)]
             home = made_by[node.name]
             origins = (
-                {s.device for s in specs} if home < 0 else {program.stages[home].device} if specs else set()
+                {s.device for s in specs} if home < 0 else set(program.stages[home].row) if specs else set()
             )
-            where = f"stage {stage.index} on {stage.device}"
-            crosses = bool(origins - {stage.device})
+            where = f"stage {stage.index} on {_names(set(stage.row))}"
+            crosses = bool(origins) and len(origins.union(stage.row)) > 1
             if crosses and (len(moved) != 1 or len(users) != 1):
                 yield Violation(
                     f"{where} reads {node.name!r} from {_names(origins)} without one transfer", node

@@ -12,7 +12,7 @@ from ..compat import backward_keeps_graph
 from ..errors import GradientError
 from .execute import Call
 from .inside import LossInside
-from .microbatch import Merge
+from .microbatch import Merge, together
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -110,7 +110,9 @@ class Runner:
     def merged(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the whole batch, from those of each micro-batch."""
         by_output = zip(*rows, strict=True)
-        return [m.merge(values, self.rows) for m, values in zip(self.merges, by_output, strict=True)]
+        return [
+            m.merge(together(values), self.rows) for m, values in zip(self.merges, by_output, strict=True)
+        ]
 
     def _gradients(self) -> list[torch.Tensor | None]:
         call, program = self.call, self.call.program

@@ -37,39 +37,45 @@ class Lanes:
         """A copy on another device, for the action of this thread."""
         return tensor.to(device)
 
-    def uses(self, stage: int, tensors: Iterable[Any]) -> None:
+    def uses(self, stage: int, micro_batch: int, tensors: Iterable[Any]) -> None:
         """The memory of these tensors is read by a stage: it is not given to others before that is done."""
+
+    @contextlib.contextmanager
+    def adding(self, term: torch.Tensor | None) -> Iterator[None]:
+        """What is done inside with this term, and with terms that came before, is done one after the other."""
+        yield
 
     def leaves(self, tensors: Iterable[Any]) -> None:
         """The same for the caller, who gets these tensors."""
 
 
 class CudaLanes(Lanes):
-    """Streams of CUDA devices.
+    """Streams of CUDA devices: one for each replica of a stage, and for each device one for copies and one for sums.
 
     Args:
-        devices: per stage.
+        rows: per stage the devices of its replicas.
         cuda: `torch.cuda`, or what stands for it in a test.
     """
 
-    def __init__(self, devices: Sequence[torch.device], cuda: Any = torch.cuda) -> None:
+    def __init__(self, rows: Sequence[Sequence[torch.device]], cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
-        self._devices = list(devices)
-        self._compute = [cuda.Stream(device=d) if d.type == "cuda" else None for d in devices]
-        kinds = dict.fromkeys(d for d in devices if d.type == "cuda")
+        self._rows = rows
+        self._compute = [[cuda.Stream(device=d) if d.type == "cuda" else None for d in row] for row in rows]
+        kinds = dict.fromkeys(d for row in rows for d in row if d.type == "cuda")
         self._copy = {d: cuda.Stream(device=d) for d in kinds}
+        self._sum = {d: cuda.Stream(device=d) for d in kinds}
         self._events: dict[Action, list[Any]] = {}
 
     def queued(self, act: Act, needs: Needs) -> Act:
         def on_stream(action: Action) -> None:
-            stream = self._compute[action.stage]
+            device, stream = self._at(action.stage, action.micro_batch)
             before = [event for n in needs(action) for event in self._events.get(n, ())]
             with _doing(_Doing(stream, before)) as now:
                 if stream is None:  # what it needs is copied to the host, and the copies are waited for
                     act(action)
                     self._events[action] = now.copies
                     return
-                with self._cuda.device(self._devices[action.stage]), self._cuda.stream(stream):
+                with self._cuda.device(device), self._cuda.stream(stream):
                     for event in before:
                         stream.wait_event(event)
                     act(action)
@@ -79,7 +85,8 @@ class CudaLanes(Lanes):
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
-        streams = [s for s in (*self._compute, *self._copy.values()) if s is not None]
+        computing = [s for row in self._compute for s in row if s is not None]
+        streams = [*computing, *self._copy.values(), *self._sum.values()]
         for stream in streams:
             stream.wait_stream(self._cuda.current_stream(stream.device))
         try:
@@ -114,12 +121,30 @@ class CudaLanes(Lanes):
                 moved.record_stream(now.stream)
         return moved
 
-    def uses(self, stage: int, tensors: Iterable[Any]) -> None:
-        stream = self._compute[stage]
+    def _at(self, stage: int, micro_batch: int) -> tuple[torch.device, Any]:
+        number = micro_batch % len(self._rows[stage])
+        return self._rows[stage][number], self._compute[stage][number]
+
+    def uses(self, stage: int, micro_batch: int, tensors: Iterable[Any]) -> None:
+        device, stream = self._at(stage, micro_batch)
         if stream is not None:
             for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.device == self._devices[stage]:
+                if isinstance(tensor, torch.Tensor) and tensor.device == device:
                     tensor.record_stream(stream)
+
+    @contextlib.contextmanager
+    def adding(self, term: torch.Tensor | None) -> Iterator[None]:
+        stream, now = (self._sum.get(term.device), _THREAD.doing) if term is not None else (None, None)
+        if term is None or stream is None or now is None:
+            yield
+            return
+        if now.stream is not None and now.stream.device == term.device:
+            stream.wait_stream(now.stream)  # this action has made it
+        for event in now.copies:
+            stream.wait_event(event)
+        term.record_stream(stream)
+        with self._cuda.stream(stream):
+            yield
 
     def leaves(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -153,8 +178,8 @@ def _doing(now: _Doing) -> Iterator[_Doing]:
         _THREAD.doing = before
 
 
-def lanes_of(devices: Sequence[torch.device]) -> Lanes:
-    """The queues of the devices of the stages."""
-    if any(d.type == "cuda" for d in devices):
-        return CudaLanes([torch.empty(0, device=d).device for d in devices])
+def lanes_of(rows: Sequence[Sequence[torch.device]]) -> Lanes:
+    """The queues of the devices of the stages' replicas."""
+    if any(d.type == "cuda" for row in rows for d in row):
+        return CudaLanes([[torch.empty(0, device=d).device for d in row] for row in rows])
     return Lanes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..graph import region_modules
 from ..ir import Program, Stage
 from ..ops import Around, recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
+from ..replicate.replicas import Replica
 from ..rng import Stream, draw_base_seed, seeded, stage_seed
 from ..schedules.needs import dependencies, parameter_chains, step_needs, turns_of
 from .anomaly import is_bad, run_watched
@@ -81,6 +82,7 @@ class Call:
         chunks: per micro-batch the flat tensor inputs.
         parameters: FQN → parameter, those that get gradients.
         how: the circumstances.
+        replicas: of each stage.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Call:
         chunks: Sequence[Sequence[torch.Tensor]],
         parameters: dict[str, nn.Parameter],
         how: Circumstances,
+        replicas: Mapping[int, Sequence[Replica]],
     ) -> None:
         self.program, self.schedule, self.chunks, self.parameters = program, schedule, chunks, parameters
-        self.how = how
+        self.how, self.replicas = how, replicas
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = how.serial or len(chunks) == 1
         self.norms = how.norms if len(chunks) > 1 else None
@@ -113,7 +116,8 @@ class Call:
         self.sums: dict[str, OrderedSum] = {}
         self.keep_graph = False
         self.loss: LossInside | None = None
-        self.lanes = lanes_of([s.device for s in program.stages])
+        self.lanes = lanes_of([s.row for s in program.stages])
+        self.written: dict[int, dict[str, torch.Tensor]] = {}  # by the last replica that computed
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
@@ -130,6 +134,7 @@ class Call:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
         in_turn, _ = turns_of(self.program, self.how.checkpoint)
         self._play(self.schedule.half(forward=True), dependencies(self.program, in_turn=in_turn))
+        self._keep_written()
         rows = []
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
@@ -167,6 +172,7 @@ class Call:
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint))
+        self._keep_written()
         check_differentiable(loss.differentiable)
 
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
@@ -186,8 +192,7 @@ class Call:
         self.gradients, self.parameter_gradients, self.sums = {}, {}, {}
 
     def _play(self, workers: Sequence[Sequence[Action]], needs: Needs) -> None:
-        stages = self.program.stages
-        announcing = announced(self._act, lambda action: stages[action.stage].device, self.how.hooks)
+        announcing = announced(self._act, self._device, self.how.hooks)
         queued = self.lanes.queued(announcing, needs)
 
         caller = threading.get_ident()
@@ -219,7 +224,7 @@ class Call:
     def _loss(self, loss: LossInside, action: Action) -> None:
         """The loss of one micro-batch, and the gradients of the outputs."""
         i, last = action.micro_batch, self.program.stages[-1]
-        taken = {v: self._take(v, i, last.index) for v in sorted(self.results)}
+        taken = {v: self._at_home(v, self._take(v, i, last.index)) for v in sorted(self.results)}
         gradients = loss.gradients(i, len(self.program.stages), taken)
         self.gradients.update(((v, i), row) for v, row in gradients.items())
 
@@ -227,6 +232,7 @@ class Call:
 
     def _forward(self, action: Action) -> None:
         stage, i = self.program.stages[action.stage], action.micro_batch
+        replica = self._replica(action)
         with self._random_numbers(stage, i), torch.set_grad_enabled(self.how.grad):
             inputs = {name: self._take(name, i, stage.index) for name in stage.inputs}
             norms, norms_again = self._norms(stage, i)
@@ -234,11 +240,12 @@ class Call:
                 recomputation(self._is_recomputed(i), norms_again),
                 transfers_cut(self.lanes.move) as crossings,
                 norms(),
+                self._buffers_of(stage, i),
             ):
                 if self.how.anomaly is None:
-                    result = stage.module(*inputs.values())
+                    result = replica.module(*inputs.values())
                 else:
-                    result = run_watched(stage.module, inputs.values(), self.how.anomaly)
+                    result = run_watched(replica.module, inputs.values(), self.how.anomaly)
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
             if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}
@@ -255,6 +262,7 @@ class Call:
 
     def _backward(self, action: Action) -> None:
         stage, i = self.program.stages[action.stage], action.micro_batch
+        leaves_here = self._replica(action).leaves
         key = (action.stage, i)
         record = self.records[key] if self.keep_graph else self.records.pop(key)
         roots: list[torch.Tensor] = []
@@ -265,7 +273,7 @@ class Call:
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
                     seeds.append(self.lanes.move(gradient, tensor.device))
-                    self.lanes.uses(stage.index, (gradient,))
+                    self.lanes.uses(stage.index, i, (gradient,))
 
         for name, leaves in record.outputs.items():
             seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
@@ -278,10 +286,11 @@ class Call:
         owned = [fqn for fqn in stage.parameters if fqn in self.parameters]
         shared = [fqn for fqn in owned if len(self.chains[fqn]) > 1]
         alone = [fqn for fqn in owned if len(self.chains[fqn]) == 1]
+        at_hand = {fqn: leaves_here.get(fqn, self.parameters[fqn]) for fqn in owned}
         for fqn in shared:
-            seed([self.parameters[fqn]], [self.parameter_gradients.pop((fqn, i), None)])
-        wanted += [self.parameters[fqn] for fqn in shared]
-        weights = [self.parameters[fqn] for fqn in alone]
+            seed([at_hand[fqn]], [self.parameter_gradients.pop((fqn, i), None)])
+        wanted += [at_hand[fqn] for fqn in shared]
+        weights = [at_hand[fqn] for fqn in alone]
         found: list[torch.Tensor | None] = [None] * (len(wanted) + len(weights))
         late: Callable[[], list[torch.Tensor | None]] | None = None
         if roots and action.kind == "I" and self._is_halved(stage, i):
@@ -306,14 +315,21 @@ class Call:
         for fqn in shared:
             gradient = next(following)
             if self.chains[fqn][0] == stage.index:
-                self.sums[fqn].add(i, gradient)
+                self._add(fqn, i, gradient)
             elif gradient is not None:
                 self.parameter_gradients[fqn, i] = gradient
         if late is not None:
             self.weight_halves[key] = _WeightHalf(dict(zip(alone, following, strict=True)), late)
             return
         for fqn in alone:
-            self.sums[fqn].add(i, next(following))
+            self._add(fqn, i, next(following))
+
+    def _add(self, fqn: str, micro_batch: int, gradient: torch.Tensor | None) -> None:
+        """Add to the gradient of a parameter, where the parameter is, in the order of micro-batches."""
+        if gradient is not None:
+            gradient = self.lanes.move(gradient, self.parameters[fqn].device)
+        with self.lanes.adding(gradient):
+            self.sums[fqn].add(micro_batch, gradient)
 
     def _check_gradients(
         self, record: _Record, owned: Sequence[str], found: Sequence[torch.Tensor | None]
@@ -335,7 +351,7 @@ class Call:
         if half is None:
             return
         for (fqn, early), late in zip(half.early.items(), half.compute(), strict=True):
-            self.sums[fqn].add(action.micro_batch, late if early is None else early)
+            self._add(fqn, action.micro_batch, late if early is None else early)
 
     def _is_halved(self, stage: Stage, micro_batch: int) -> bool:
         """Whether weights can wait: what is computed again for the inputs is there for the weights too."""
@@ -354,12 +370,56 @@ class Call:
     def _take(self, name: str, i: int, stage: int) -> Any:
         """A leaf of its own for this reader; the value is dropped after the last one."""
         value = tree_map(_handed_over, self.values[name, i])
-        self.lanes.uses(stage, tree_leaves(value))
+        self.lanes.uses(stage, i, tree_leaves(value))
         with self.lock:
             self.unread[name, i] -= 1
             if not self.unread[name, i]:
                 del self.values[name, i]
         return value
+
+    def _at_home(self, name: str, value: Any) -> Any:
+        """A leaf where the first replica of its stage is: the loss is computed there."""
+        maker = self.made_by[name]
+        if maker < 0 or not self.program.stages[maker].is_apart:
+            return value
+        home = self.program.stages[maker].device
+
+        def moved(leaf: Any) -> Any:
+            return _handed_over(self.lanes.move(leaf, home)) if isinstance(leaf, torch.Tensor) else leaf
+
+        return tree_map(moved, value)
+
+    # -- replicas ------------------------------------------------------------------------------------------------
+
+    def _replica(self, action: Action) -> Replica:
+        row = self.replicas[action.stage]
+        return row[action.micro_batch % len(row)]
+
+    def _device(self, action: Action) -> torch.device:
+        return self._replica(action).device
+
+    @contextlib.contextmanager
+    def _buffers_of(self, stage: Stage, micro_batch: int) -> Iterator[None]:
+        """What a stage writes goes from replica to replica with the micro-batches, if each has buffers of its own.
+
+        Through ``.data``: as the kernels that write running statistics, without a trace in the version counter.
+        """
+        row, before = self.replicas[stage.index], self.written.get(stage.index, {})
+        replica = row[micro_batch % len(row)]
+        self.lanes.uses(stage.index, micro_batch, before.values())
+        for name, value in before.items():
+            replica.buffers[name].data.copy_(self.lanes.move(value, replica.device))
+        yield
+        if replica.buffers:
+            self.written[stage.index] = {name: b.detach().clone() for name, b in replica.buffers.items()}
+
+    def _keep_written(self) -> None:
+        """The model's own buffers have what the last replica wrote."""
+        for stage, written in self.written.items():
+            for name, value in written.items():
+                buffer = self.replicas[stage][0].buffers[name]
+                buffer.data.copy_(value)
+        self.written.clear()
 
     # -- circumstances -------------------------------------------------------------------------------------------
 
@@ -390,8 +450,12 @@ class Call:
             what = {"F": "forward", "W": "backward (weights)"}.get(action.kind, "backward")
             first, last = stage.modules
             span = first if first == last else f"{first} … {last}"
+            count, replica = len(self.replicas[action.stage]), ""
+            if count > 1:
+                replica = f"replica {action.micro_batch % count} of "
             error.add_note(
-                f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {stage.device}), "
+                f"fxsplit: in the {what} of {replica}stage {action.stage} "
+                f"({span or 'the model'}, on {self._device(action)}), "
                 f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
             )
             raise

@@ -38,11 +38,13 @@ def kept_by_device(
         runs: Sequence[Any] = [region_runs(stage) if policy != "never" else [] for stage in group]
         return live_bytes(saved, nodes, runs, micro_batches)
 
-    def most(added: Mapping[int, tuple[int, int]], *, first_whole: bool) -> int:
+    def most(added: Mapping[int, tuple[int, int]], device: torch.device, *, first_whole: bool) -> int:
         def is_whole(action: Action) -> bool:
             return first_whole and action.micro_batch == 0
 
         def nbytes(action: Action) -> float:
+            if stages[action.stage].device_of(action.micro_batch) != device:
+                return 0.0
             return added.get(action.stage, (0, 0))[is_whole(action)] / micro_batches
 
         def halved(action: Action) -> bool:
@@ -51,8 +53,8 @@ def kept_by_device(
         return round(sum(most_kept(actions, nbytes, halved) for actions in schedule.workers))
 
     found: dict[torch.device, Live] = {}
-    for device in dict.fromkeys(stage.device for stage in stages):
-        here = [s for s in stages if s.device == device]
+    for device in dict.fromkeys(d for stage in stages for d in stage.row):
+        here = [s for s in stages if device in s.row]
         again = [simulated(here[:k], "always") for k in range(len(here) + 1)]
         whole = [simulated(here[:k], "never") for k in range(len(here) + 1)]
         # What a stage keeps beyond those before it: they keep a value that they give at least as long.
@@ -61,8 +63,13 @@ def kept_by_device(
             for k, stage in enumerate(here)
         }
 
-        kept, work = most(added, first_whole=checkpoint == "except_last"), again[-1].peak - again[-1].kept
+        kept, work = (
+            most(added, device, first_whole=checkpoint == "except_last"),
+            again[-1].peak - again[-1].kept,
+        )
         # With one stage on each worker, what was kept whole has gone before anything is computed again.
         alone = all(len({a.stage for a in actions}) <= 1 for actions in schedule.workers)
-        found[device] = Live(kept, max(kept, most(added, first_whole=False) + work) if alone else kept + work)
+        found[device] = Live(
+            kept, max(kept, most(added, device, first_whole=False) + work) if alone else kept + work
+        )
     return found

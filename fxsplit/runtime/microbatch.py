@@ -77,6 +77,12 @@ class Merge:
         return [gradient, *([None] * (len(rows) - 1))] if self.how == "same" else [gradient] * len(rows)
 
 
+def together(values: Sequence[Any]) -> list[Any]:
+    """The values of one output on the device of the first: replicas of a stage may be on several."""
+    home = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    return [v.to(home) if isinstance(v, torch.Tensor) else v for v in values]
+
+
 def find_merges(
     run: Callable[[Sequence[torch.Tensor]], Sequence[Any]],
     inputs: Sequence[torch.Tensor],

@@ -20,11 +20,13 @@ from ..batch import BatchDims
 from ..compat import tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
-from ..graph import bind, is_within, region_modules, resolve
+from ..graph import bind, is_within, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
+from ..rebind import layout, rebound, use_current
+from ..replicate.replicas import Replicas
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
@@ -42,7 +44,6 @@ from .inside import LossInside
 from .kept import kept_by_device
 from .loss import MicroLoss, in_parts
 from .microbatch import Merge, sizes
-from .rebind import layout, rebound
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, step_outside
 
@@ -72,6 +73,7 @@ class Pipeline(nn.Module):
     _serial: bool
     _schedules: dict[int, Schedule]
     _names: tuple[list[str], list[str]]
+    _replicas: Replicas | None
     _seen: list[tuple[dict[str, Any], str, Any]]
     _action_hooks: OrderedDict[int, ActionHook]
 
@@ -101,7 +103,7 @@ class Pipeline(nn.Module):
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False, _schedules={}, _names=layout(model), _seen=[])
+        own.update(_lock=lock, _serial=False, _schedules={}, _names=layout(model), _seen=[], _replicas=None)
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -180,7 +182,16 @@ class Pipeline(nn.Module):
             norms=DeferredNorms.of_model(self.model) if self.plan.deferred_batch_norm else None,
             anomaly=self.plan.detect_anomaly,
         )
-        return Call(self.program, self.schedule_for(len(chunks)), chunks, parameters, how)
+        replicas = self._replicas or Replicas(self.model, self.program)
+        self.__dict__["_replicas"] = replicas
+        return Call(
+            self.program,
+            self.schedule_for(len(chunks)),
+            chunks,
+            parameters,
+            how,
+            replicas.now(parameters),
+        )
 
     def step(
         self,
@@ -323,13 +334,7 @@ class Pipeline(nn.Module):
                 remedy="compile again",
             )
         for stage in self.program.stages:
-            holders = [stage.module, *region_modules(stage.module)]
-            for name, fqn in stage.paths.items():
-                current = resolve(self.model, fqn)
-                for holder in holders:
-                    for table in (holder._modules, holder._parameters, holder._buffers):
-                        if name in table and table[name] is not current:
-                            table[name] = current
+            use_current(stage.module, stage.paths, self.model)
         self._seen[:] = [
             (table, key, value)
             for module in self.model.modules()
@@ -500,11 +505,8 @@ class Pipeline(nn.Module):
 
     def _over(self, model: nn.Module) -> Pipeline:
         to_fqn = {name: fqn for fqn, name in self.traced.names.items()}
-        traced = replace(self.traced, module=rebound(self.traced.module, to_fqn, model, self.traced.module))
-        stages = tuple(
-            replace(s, module=rebound(s.module, s.paths, model, self.traced.module))
-            for s in self.program.stages
-        )
+        traced = replace(self.traced, module=rebound(self.traced.module, to_fqn, model))
+        stages = tuple(replace(s, module=rebound(s.module, s.paths, model)) for s in self.program.stages)
         root = bind(
             copy.deepcopy(self.program.root.graph), {f"stage_{s.index}": s.module for s in stages}, "Program"
         )

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import storage_key, transforms_left, tree_leaves
 from ..ops import guard
+from ..replication import callbacks_of
 from ..state import (
     attributes_of,
     changed_attributes,
@@ -659,7 +660,7 @@ def _why_opaque(m: nn.Module) -> str | None:
         return "it is a ScriptModule"
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
         return "it has hooks"
-    if hasattr(m, "__data_parallel_replicate__"):
+    if callbacks_of(m):
         return "it has a replication callback"
     basic = type(m).__module__.startswith(("torch.nn", "torch.ao.nn"))
     if basic and (isinstance(m, nn.MultiheadAttention) or next(m.children(), None) is None):
