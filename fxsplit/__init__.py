@@ -10,6 +10,7 @@ from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Plan
+from .replication import ReplicationContext, on_replicate
 from .runtime.events import ActionEvent
 from .runtime.pipeline import Pipeline, verify
 
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "Preview",
     "Program",
+    "ReplicationContext",
     "Schedule",
     "Stage",
     "Traced",
@@ -33,6 +35,7 @@ __all__ = [
     "errors",
     "load",
     "measure_link",
+    "on_replicate",
     "preview",
     "testing",
     "verify",

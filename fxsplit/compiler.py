@@ -23,6 +23,7 @@ from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
+from .replicate.meet import NORM_LAYERS, check_replicas
 from .report.tables import stage_table
 from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
@@ -79,6 +80,7 @@ def compile(
         pipe = _pipeline(model, traced, plan, inputs)
         if check:
             _verify_split(pipe, inputs)
+        pipe.active.make_replicas()
         for placed in (pipe, pipe.other_mode):
             if placed is not None:
                 place(model, placed.program)
@@ -110,6 +112,7 @@ def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[tor
     _check_devices(assignment)
     program = generate(model, traced, assignment, runs)
     verify_structure(model, traced, program)
+    check_replicas(model, plan, program)
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merges = _merges(model, traced, plan, dims, inputs)
     other = None
@@ -312,7 +315,11 @@ def _merges(
 
     names = output_names(traced)
     merges, mixing = find_merges(run, inputs, dims, names)
-    for name in () if draws else mixing:  # other random numbers are not other rows
+    # Other random numbers are not other rows, and layers that know only the batch's statistics will have them.
+    synchronised = plan.sync_batch_norm and any(
+        isinstance(m, NORM_LAYERS) and m.running_mean is None for m in model.modules()
+    )
+    for name in () if draws or synchronised else mixing:
         warnings.warn(
             f"{name} of {type(model).__name__} mixes rows of the batch: with micro-batches it is another value",
             stacklevel=3,

@@ -21,6 +21,7 @@ from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
 from .place import place
 from .plan import Plan
 from .proof.structure import verify_structure
+from .replicate.meet import check_replicas
 from .runtime.microbatch import Merge
 from .runtime.pipeline import Pipeline
 from .saving.save import FORMAT, source
@@ -96,6 +97,7 @@ def _pipeline(
             remedy="load it with the model that it was compiled from",
         ) from error
     verify_structure(model, traced, program)
+    check_replicas(model, plan, program)
     for stage in program.stages:
         file = path / f"{prefix}stage_{stage.index}.py"
         if not file.exists() or file.read_text(encoding="utf-8") != source(stage):

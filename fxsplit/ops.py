@@ -60,6 +60,7 @@ Crossing = tuple[torch.Tensor, torch.Tensor]
 
 Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
+Again = Callable[[], Around]
 
 
 class _Mode(threading.local):
@@ -67,7 +68,11 @@ class _Mode(threading.local):
         self.recompute = True
         self.crossings: list[Crossing] | None = None
         self.move: Move = lambda tensor, device: tensor.to(device)
-        self.around: Around = contextlib.nullcontext
+        self.again: Again = _nothing
+
+
+def _nothing() -> Around:
+    return contextlib.nullcontext
 
 
 _mode = _Mode()
@@ -101,18 +106,18 @@ def transfers_cut(move: Move) -> Iterator[list[Crossing]]:
 
 
 @contextlib.contextmanager
-def recomputation(enabled: bool, around: Around = contextlib.nullcontext) -> Iterator[None]:
+def recomputation(enabled: bool, again: Again = _nothing) -> Iterator[None]:
     """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread.
 
     Args:
-        around: makes what is entered around each later computation.
+        again: asked where a region begins, for what makes the context that is entered around each later computation.
     """
-    before = _mode.recompute, _mode.around
-    _mode.recompute, _mode.around = enabled, around
+    before = _mode.recompute, _mode.again
+    _mode.recompute, _mode.again = enabled, again
     try:
         yield
     finally:
-        _mode.recompute, _mode.around = before
+        _mode.recompute, _mode.again = before
 
 
 def checkpoint(region: Any, *values: Any) -> Any:
@@ -132,7 +137,7 @@ def checkpoint(region: Any, *values: Any) -> Any:
     if not (_mode.recompute and torch.is_grad_enabled()):
         return region(*values)
     buffers = [_attribute(region, name) for name in region.meta["writes"]]
-    stream, around = Stream.current() if region.meta["random"] else None, _mode.around
+    stream, around = Stream.current() if region.meta["random"] else None, _mode.again()
     return _torch_checkpoint(
         region,
         *values,

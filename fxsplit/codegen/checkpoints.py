@@ -13,6 +13,7 @@ from ..errors import PartitionError, did_you_mean
 from ..graph import compute_nodes, enters, is_context, is_within, leaves
 from ..ir import Assignment, Traced
 from ..plan import Plan
+from ..replication import callbacks_of
 
 Runs = list[tuple[int, int]]
 
@@ -192,7 +193,7 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[i
         for storage in facts[node.name].writes:
             writers.setdefault(storage, []).append(i)
     arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
-    apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful}
+    apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful or _is_told(traced, node)}
     apart |= _cut_contexts(nodes) | {i for i, group in enumerate(groups) if group is None}
     spans = _context_marks(nodes)
     while True:
@@ -231,6 +232,14 @@ def _context_marks(nodes: Sequence[fx.Node]) -> list[set[int]]:
             if context is not None:
                 marks.setdefault(context, set()).add(i)
     return list(marks.values())
+
+
+def _is_told(traced: Traced, node: fx.Node) -> bool:
+    """Whether it calls a module that is told of its copies: what these say to each other is not said again."""
+    if node.op != "call_module":
+        return False
+    module = getattr(traced.module, traced.names[str(node.target)])
+    return any(callbacks_of(m) for m in module.modules())
 
 
 def _cut_contexts(nodes: Sequence[fx.Node]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from ..place import tensors_of
 from ..rebind import rebound, use_current
 from ..replication import ReplicationContext, callbacks_of
 from .copies import Tree
+from .meet import owners_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +32,9 @@ class Replica:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def owners_of(model: nn.Module, stage: Stage) -> dict[str, nn.Module]:
-    """The modules that a stage calls, or that are inside of those, which want to be told of their copies."""
-    return {path: module for path, module in _modules_of(model, stage) if callbacks_of(module)}
-
-
-def _modules_of(model: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    for fqn in stage.paths.values():
-        value = resolve(model, fqn)
-        if isinstance(value, nn.Module):
-            yield from value.named_modules(prefix=fqn)
+def plain_replicas(program: Program) -> dict[int, Sequence[Replica]]:
+    """Every stage once, with the model's own modules."""
+    return {stage.index: [Replica(stage.module, stage.device)] for stage in program.stages}
 
 
 class Replicas:

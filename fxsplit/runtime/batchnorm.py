@@ -8,6 +8,8 @@ all has gone well: as if the layer had seen the whole batch. torchgpipe's deferr
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# The functions that update running statistics, and the names of their arguments.
+from ..ir import Stage
+from ..replicate.meet import BATCH_NORMS
+
+# What the functions that update running statistics call their arguments.
 _FUNCTIONAL = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _ATEN = (
     "input",
@@ -31,12 +36,8 @@ _ATEN = (
     "eps",
     "cudnn_enabled",
 )
-_NAMES: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: _FUNCTIONAL,
-    torch.batch_norm: _ATEN,
-    torch.ops.aten.batch_norm.default: _ATEN,
-}
-_DEFAULTS = {"training": False, "momentum": 0.1}
+_NAMES = {func: _FUNCTIONAL if func is F.batch_norm else _ATEN for func in BATCH_NORMS}
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Moments:
         shape = [1, -1, *([1] * (x.dim() - 2))]
         return cls(x.numel() // x.size(1), mean, (x - mean.view(shape)).square().sum(dims))
 
+    def to(self, device: torch.device) -> Moments:
+        """The same on a device."""
+        return Moments(self.count, self.mean.to(device), self.squares.to(device))
+
     def merged(self, other: Moments) -> Moments:
         """Of both together."""
         count = self.count + other.count
@@ -74,6 +79,12 @@ class _Layer:
     moments: dict[int, list[tuple[float, Moments]]]
 
 
+def batch_counters(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that count batches."""
+    named = model.named_buffers(remove_duplicate=False)
+    return [buffer for name, buffer in named if name.rpartition(".")[2] == "num_batches_tracked"]
+
+
 class DeferredNorms:
     """What the layers of one call of a pipeline have seen.
 
@@ -83,22 +94,30 @@ class DeferredNorms:
 
     def __init__(self, counters: Sequence[torch.Tensor]) -> None:
         self._counters = {id(c) for c in counters}
+        self._originals: Mapping[int, torch.Tensor] = {}
         self._layers: dict[int, _Layer] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def of_model(cls, model: nn.Module) -> DeferredNorms:
         """For all batch normalisation of a model."""
-        named = model.named_buffers(remove_duplicate=False)
-        return cls([b for name, b in named if name.rpartition(".")[2] == "num_batches_tracked"])
+        return cls(batch_counters(model))
 
-    def recording(self, micro_batch: int) -> TorchFunctionMode:
+    def around(self, stage: Stage, micro_batch: int) -> Norming:
         """While this thread computes a micro-batch, its batch normalisation writes to no running statistics."""
-        return _PutOff(self, micro_batch, again=False)
+        return Norming(self, micro_batch, again=False)
 
-    def recomputing(self, micro_batch: int) -> TorchFunctionMode:
-        """The same while a micro-batch is computed again: what it gives is known."""
-        return _PutOff(self, micro_batch, again=True)
+    def follow(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Copies of buffers on other devices: what is said of them is of those that they follow.
+
+        Args:
+            copies: id of the copy → the buffer.
+        """
+        self._originals = copies
+        self._counters |= {i for i, buffer in copies.items() if id(buffer) in self._counters}
+
+    def close(self) -> None:
+        """Nobody waits for others any more."""
 
     def is_counted_already(self, tensor: Any, micro_batch: int) -> bool:
         """Whether this is a count of batches, and not the first of their parts."""
@@ -106,10 +125,15 @@ class DeferredNorms:
 
     def add(self, arguments: Mapping[str, Any], micro_batch: int) -> None:
         """What a layer has seen of a micro-batch."""
-        mean, moments = arguments["running_mean"], Moments.of(arguments["input"])
+        mean, variance = (self._original(arguments[name]) for name in ("running_mean", "running_var"))
+        assert mean is not None
+        moments = Moments.of(arguments["input"])
         with self._lock:
-            layer = self._layers.setdefault(id(mean), _Layer(mean, arguments["running_var"], {}))
+            layer = self._layers.setdefault(id(mean), _Layer(mean, variance, {}))
             layer.moments.setdefault(micro_batch, []).append((float(arguments["momentum"]), moments))
+
+    def _original(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        return self._originals.get(id(buffer), buffer)
 
     def commit(self) -> None:
         """Update the running statistics, once for each time that a forward calls the layer."""
@@ -123,17 +147,31 @@ class DeferredNorms:
 def _update(layer: _Layer, parts: Sequence[tuple[float, Moments]]) -> None:
     momentum, whole = parts[0]
     for _, part in parts[1:]:
-        whole = whole.merged(part)
+        whole = whole.merged(part.to(whole.mean.device))
+    whole = whole.to(layer.mean.device)
     layer.mean.copy_(layer.mean.double() * (1 - momentum) + whole.mean * momentum)
     if layer.variance is not None:
         unbiased = whole.squares / max(whole.count - 1, 1)
         layer.variance.copy_(layer.variance.double() * (1 - momentum) + unbiased * momentum)
 
 
-class _PutOff(TorchFunctionMode):
+class Norming(TorchFunctionMode):
+    """Around the computation of a micro-batch, the first one or a later one (again: what it gives is known)."""
+
     def __init__(self, norms: DeferredNorms, micro_batch: int, *, again: bool) -> None:
         super().__init__()
-        self.norms, self.micro_batch, self.again = norms, micro_batch, again
+        self.norms, self.micro_batch, self.is_again = norms, micro_batch, again
+
+    def again(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """What is to be around a later computation of what comes now."""
+        return functools.partial(Norming, self.norms, self.micro_batch, again=True)
+
+    def normalised(self, func: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """One layer, in training, without an update of running statistics."""
+        given = {**given, "running_mean": None, "running_var": None}
+        if func is not F.batch_norm:
+            return func(*(given[name] for name in _ATEN))
+        return func(**given)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -143,11 +181,8 @@ class _PutOff(TorchFunctionMode):
             return args[0]
         if func in _NAMES:
             given = {**_DEFAULTS, **dict(zip(_NAMES[func], args, strict=False)), **kwargs}
-            if given["training"] and given["running_mean"] is not None:
-                if not self.again:
+            if given["training"]:
+                if given["running_mean"] is not None and not self.is_again:
                     self.norms.add(given, self.micro_batch)
-                given = {**given, "running_mean": None, "running_var": None}
-                if func is not F.batch_norm:
-                    return func(*(given[name] for name in _ATEN))
-                return func(**given)
+                return self.normalised(func, given)
         return func(*args, **kwargs)

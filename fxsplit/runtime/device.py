@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,23 @@ class CudaLanes(Lanes):
 
     Args:
         rows: per stage the devices of its replicas.
+        plain: stages that compute on the devices' default streams: there, what modules give to each other past the
+            runtime is in the order of the host.
         cuda: `torch.cuda`, or what stands for it in a test.
     """
 
-    def __init__(self, rows: Sequence[Sequence[torch.device]], cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[torch.device]], cuda: Any = torch.cuda, plain: Container[int] = ()
+    ) -> None:
         self._cuda = cuda
         self._rows = rows
-        self._compute = [[cuda.Stream(device=d) if d.type == "cuda" else None for d in row] for row in rows]
+
+        def stream(stage: int, device: torch.device) -> Any:
+            if device.type != "cuda":
+                return None
+            return cuda.default_stream(device) if stage in plain else cuda.Stream(device=device)
+
+        self._compute = [[stream(s, d) for d in row] for s, row in enumerate(rows)]
         kinds = dict.fromkeys(d for row in rows for d in row if d.type == "cuda")
         self._copy = {d: cuda.Stream(device=d) for d in kinds}
         self._sum = {d: cuda.Stream(device=d) for d in kinds}
@@ -178,8 +188,8 @@ def _doing(now: _Doing) -> Iterator[_Doing]:
         _THREAD.doing = before
 
 
-def lanes_of(rows: Sequence[Sequence[torch.device]]) -> Lanes:
+def lanes_of(rows: Sequence[Sequence[torch.device]], plain: Container[int] = ()) -> Lanes:
     """The queues of the devices of the stages' replicas."""
     if any(d.type == "cuda" for row in rows for d in row):
-        return CudaLanes([[torch.empty(0, device=d).device for d in row] for row in rows])
+        return CudaLanes([[torch.empty(0, device=d).device for d in row] for row in rows], plain=plain)
     return Lanes()

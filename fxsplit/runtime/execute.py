@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
 from ..errors import AnomalyError
 from ..graph import region_modules
 from ..ir import Program, Stage
-from ..ops import Around, recomputation, transfers_cut
+from ..ops import Again, Around, recomputation, transfers_cut
 from ..replicate.reduce import OrderedSum
 from ..replicate.replicas import Replica
 from ..rng import Stream, draw_base_seed, seeded, stage_seed
-from ..schedules.needs import dependencies, parameter_chains, step_needs, turns_of
+from ..schedules.needs import dependencies, parameter_chains, step_needs, together, turns_of
 from .anomaly import is_bad, run_watched
 from .batchnorm import DeferredNorms
 from .blame import users_line
@@ -30,6 +30,7 @@ from .events import ActionHook, announced
 from .halves import can_be_halved, input_half
 from .inside import LossInside
 from .loss import check_differentiable
+from .meeting import Meetings
 from .worker import play, play_serially
 
 
@@ -40,6 +41,20 @@ class _Record:
     inputs: dict[str, list[Any]]  # flat leaves of each input on the stage's device, detached
     homes: dict[str, list[torch.device | None]]  # where those leaves came from: their gradients go back there
     outputs: dict[str, list[Any]]  # flat leaves of each output, with their graph
+
+
+@dataclass
+class _Part:
+    """The backward of one micro-batch: where it starts, with which gradients, and what it is to find."""
+
+    stage: Stage
+    micro_batch: int
+    record: _Record
+    shared: dict[str, torch.Tensor]  # parameters that other stages read too
+    alone: dict[str, torch.Tensor]  # and those that none does
+    roots: list[torch.Tensor] = field(default_factory=list)
+    seeds: list[torch.Tensor] = field(default_factory=list)
+    leaves: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -62,6 +77,7 @@ class Circumstances:
         serial: play everything in the calling thread (the oracle of the tests).
         hooks: called after every action.
         norms: keeps the statistics of batch normalisation, where its update is put off.
+        rounds: stage → how many of its micro-batches meet: they go forward at the same time, and backward as one.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
     """
 
@@ -72,6 +88,7 @@ class Circumstances:
     serial: bool = False
     hooks: Sequence[ActionHook] = ()
     norms: DeferredNorms | None = None
+    rounds: Mapping[int, int] = field(default_factory=dict)
     anomaly: str | None = None
 
 
@@ -108,7 +125,13 @@ class Call:
         self.unread: dict[tuple[str, int], int] = {}
         self.records: dict[tuple[int, int], _Record] = {}
         halves = any(a.kind == "I" for actions in schedule.workers for a in actions)
-        self.halved = {s.index for s in program.stages if halves and can_be_halved(s.module)}
+        self.halved = {
+            s.index
+            for s in program.stages
+            if halves and s.index not in how.rounds and can_be_halved(s.module)
+        }
+        self.meetings = Meetings(how.rounds)
+        self.left: list[threading.Thread] = []
         self.weight_halves: dict[tuple[int, int], _WeightHalf] = {}
         self.gradients: dict[tuple[str, int], list[torch.Tensor | None]] = {}
         self.parameter_gradients: dict[tuple[str, int], torch.Tensor | None] = {}
@@ -116,13 +139,13 @@ class Call:
         self.sums: dict[str, OrderedSum] = {}
         self.keep_graph = False
         self.loss: LossInside | None = None
-        self.lanes = lanes_of([s.row for s in program.stages])
+        self.lanes = lanes_of([s.row for s in program.stages], how.rounds)
         self.written: dict[int, dict[str, torch.Tensor]] = {}  # by the last replica that computed
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
             for s in program.stages
-            if (s.writes or s.stateful) and how.checkpoint != "never"
+            if (s.writes or s.stateful) and how.checkpoint != "never" and s.index not in how.rounds
         }
         for i, chunk in enumerate(chunks):
             for name, value in zip(program.inputs, chunk, strict=True):
@@ -132,8 +155,9 @@ class Call:
 
     def forward(self) -> list[list[Any]]:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
-        in_turn, _ = turns_of(self.program, self.how.checkpoint)
-        self._play(self.schedule.half(forward=True), dependencies(self.program, in_turn=in_turn))
+        in_turn, _ = turns_of(self.program, self.how.checkpoint, self.how.rounds)
+        needs = together(dependencies(self.program, in_turn=in_turn), self.how.rounds)
+        self._play(self.schedule.half(forward=True), needs)
         self._keep_written()
         rows = []
         for i in range(len(self.chunks)):
@@ -153,8 +177,11 @@ class Call:
         self.gradients = {(name, i): [g] for i, row in enumerate(gradients) for name, g in row.items()}
         self.parameter_gradients = {}
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
-        _, again = turns_of(self.program, self.how.checkpoint)
-        needs = dependencies(self.program, in_turn=frozenset(), again_in_turn=again)
+        self.meetings.again()
+        _, again = turns_of(self.program, self.how.checkpoint, self.how.rounds)
+        needs = together(
+            dependencies(self.program, in_turn=frozenset(), again_in_turn=again), self.how.rounds
+        )
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play(self.schedule.half(forward=False), needs)
         if not keep_graph:
@@ -171,7 +198,7 @@ class Call:
         self.loss = loss
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
-            self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint))
+            self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint, self.how.rounds))
         self._keep_written()
         check_differentiable(loss.differentiable)
 
@@ -203,23 +230,39 @@ class Call:
                 queued(action)
 
         with self.lanes.fenced():
-            if self.serial:
+            if self.serial and not self.how.rounds:
                 play_serially(workers, needs, act)
             else:
                 names = [f"stage {s}.{r}" for s, r in self.schedule.labels]
-                play(workers, needs, act, names, self.how.intra_op)
+                meetings = self if self.how.rounds else None
+                play(workers, needs, act, names, self.how.intra_op, meetings)
+
+    def members(self, action: Action) -> list[Action]:
+        """The actions of all micro-batches that meet with this one's."""
+        return self.meetings.members(action)
+
+    def close(self) -> None:
+        """Nobody waits for another micro-batch any more."""
+        self.meetings.close()
+        if self.norms is not None:
+            self.norms.close()
+
+    def leave(self, thread: threading.Thread) -> None:
+        """A worker waits for ever for a copy that has failed."""
+        self.left.append(thread)
 
     def _act(self, action: Action) -> None:
         """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
         with self.turns.get(action.stage, contextlib.nullcontext()):
             if action.kind == "F":
+                self.meetings.enter(action)
                 self._forward(action)
             elif action.kind == "W":
                 self._weight_half(action)
             else:
-                if self.loss is not None and action.stage == self.program.stages[-1].index:
-                    self._loss(self.loss, action)
-                self._backward(action)
+                with self.meetings.leading(action) as leads:
+                    if leads:
+                        self._backward(self.members(action))
 
     def _loss(self, loss: LossInside, action: Action) -> None:
         """The loss of one micro-batch, and the gradients of the outputs."""
@@ -239,7 +282,7 @@ class Call:
             with (
                 recomputation(self._is_recomputed(i), norms_again),
                 transfers_cut(self.lanes.move) as crossings,
-                norms(),
+                norms,
                 self._buffers_of(stage, i),
             ):
                 if self.how.anomaly is None:
@@ -260,40 +303,21 @@ class Call:
             for name, value in outputs.items():
                 self._publish(name, i, value)
 
-    def _backward(self, action: Action) -> None:
-        stage, i = self.program.stages[action.stage], action.micro_batch
-        leaves_here = self._replica(action).leaves
-        key = (action.stage, i)
-        record = self.records[key] if self.keep_graph else self.records.pop(key)
-        roots: list[torch.Tensor] = []
-        seeds: list[torch.Tensor] = []
-
-        def seed(tensors: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                if gradient is not None and tensor.requires_grad:
-                    roots.append(tensor)
-                    seeds.append(self.lanes.move(gradient, tensor.device))
-                    self.lanes.uses(stage.index, i, (gradient,))
-
-        for name, leaves in record.outputs.items():
-            seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
-        # Gradients from later readers enter here, so that autograd adds this stage's to them, in the order
-        # of the unsplit model.
-        wanted: list[torch.Tensor] = []
-        for name, leaves in record.inputs.items():
-            seed(leaves, self.gradients.get((name, i), [None] * len(leaves)))
-            wanted += [leaf for leaf in leaves if _has_grad(leaf)]
-        owned = [fqn for fqn in stage.parameters if fqn in self.parameters]
-        shared = [fqn for fqn in owned if len(self.chains[fqn]) > 1]
-        alone = [fqn for fqn in owned if len(self.chains[fqn]) == 1]
-        at_hand = {fqn: leaves_here.get(fqn, self.parameters[fqn]) for fqn in owned}
-        for fqn in shared:
-            seed([at_hand[fqn]], [self.parameter_gradients.pop((fqn, i), None)])
-        wanted += [at_hand[fqn] for fqn in shared]
-        weights = [at_hand[fqn] for fqn in alone]
+    def _backward(self, actions: Sequence[Action]) -> None:
+        """Go backward with one micro-batch of a stage, or with several that met: their gradients are found together."""
+        if self.loss is not None and actions[0].stage == self.program.stages[-1].index:
+            for action in actions:
+                self._loss(self.loss, action)
+        parts = [self._prepared(action) for action in actions]
+        stage, i = parts[0].stage, parts[0].micro_batch
+        roots = [root for part in parts for root in part.roots]
+        seeds = [seed for part in parts for seed in part.seeds]
+        wanted = [leaf for part in parts for leaf in part.leaves]
+        wanted += {id(p): p for part in parts for p in part.shared.values()}.values()
+        weights = list({id(p): p for part in parts for p in part.alone.values()}.values())
         found: list[torch.Tensor | None] = [None] * (len(wanted) + len(weights))
         late: Callable[[], list[torch.Tensor | None]] | None = None
-        if roots and action.kind == "I" and self._is_halved(stage, i):
+        if roots and actions[0].kind == "I" and self._is_halved(stage, i):
             found, early, late = input_half(roots, seeds, wanted, weights)
             found += early
         elif roots and (wanted or weights):
@@ -303,26 +327,73 @@ class Call:
                         roots, [*wanted, *weights], seeds, retain_graph=self.keep_graph, allow_unused=True
                     )
                 )
-        self._check_gradients(record, [*shared, *alone], found)
-        following = iter(found)
+        by_leaf = {id(leaf): g for leaf, g in zip([*wanted, *weights], found, strict=True)}
+        for part in parts:
+            self._check_gradients(part, by_leaf)
+            self._hand_back(part, by_leaf, late)
+
+    def _prepared(self, action: Action) -> _Part:
+        """What the backward of a micro-batch starts from, and what it is to find."""
+        stage, i = self.program.stages[action.stage], action.micro_batch
+        key = (action.stage, i)
+        record = self.records[key] if self.keep_graph else self.records.pop(key)
+        here = self._replica(action).leaves
+        owned = {
+            fqn: here.get(fqn, self.parameters[fqn]) for fqn in stage.parameters if fqn in self.parameters
+        }
+        part = _Part(
+            stage,
+            i,
+            record,
+            shared={fqn: p for fqn, p in owned.items() if len(self.chains[fqn]) > 1},
+            alone={fqn: p for fqn, p in owned.items() if len(self.chains[fqn]) == 1},
+        )
+
+        def seed(tensors: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    part.roots.append(tensor)
+                    part.seeds.append(self.lanes.move(gradient, tensor.device))
+                    self.lanes.uses(stage.index, i, (gradient,))
+
+        for name, leaves in record.outputs.items():
+            seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
+        # Gradients from later readers enter here, so that autograd adds this stage's to them, in the order
+        # of the unsplit model.
         for name, leaves in record.inputs.items():
-            gradients = [next(following) if _has_grad(leaf) else None for leaf in leaves]
-            homes = record.homes[name]
+            seed(leaves, self.gradients.get((name, i), [None] * len(leaves)))
+            part.leaves += [leaf for leaf in leaves if _has_grad(leaf)]
+        for fqn, parameter in part.shared.items():
+            seed([parameter], [self.parameter_gradients.pop((fqn, i), None)])
+        return part
+
+    def _hand_back(
+        self,
+        part: _Part,
+        found: dict[int, torch.Tensor | None],
+        late: Callable[[], list[torch.Tensor | None]] | None,
+    ) -> None:
+        """Give the gradients to those who wait for them. That of a parameter is taken by the first micro-batch."""
+        stage, i = part.stage, part.micro_batch
+        for name, leaves in part.record.inputs.items():
+            gradients = [found[id(leaf)] if _has_grad(leaf) else None for leaf in leaves]
+            homes = part.record.homes[name]
             self.gradients[name, i] = [
                 g if g is None or d is None else self.lanes.move(g, d)
                 for g, d in zip(gradients, homes, strict=True)
             ]
-        for fqn in shared:
-            gradient = next(following)
+        for fqn, leaf in part.shared.items():
+            gradient = found.pop(id(leaf), None)
             if self.chains[fqn][0] == stage.index:
                 self._add(fqn, i, gradient)
             elif gradient is not None:
                 self.parameter_gradients[fqn, i] = gradient
+        own = {fqn: found.pop(id(leaf), None) for fqn, leaf in part.alone.items()}
         if late is not None:
-            self.weight_halves[key] = _WeightHalf(dict(zip(alone, following, strict=True)), late)
+            self.weight_halves[stage.index, i] = _WeightHalf(own, late)
             return
-        for fqn in alone:
-            self._add(fqn, i, next(following))
+        for fqn, gradient in own.items():
+            self._add(fqn, i, gradient)
 
     def _add(self, fqn: str, micro_batch: int, gradient: torch.Tensor | None) -> None:
         """Add to the gradient of a parameter, where the parameter is, in the order of micro-batches."""
@@ -331,19 +402,19 @@ class Call:
         with self.lanes.adding(gradient):
             self.sums[fqn].add(micro_batch, gradient)
 
-    def _check_gradients(
-        self, record: _Record, owned: Sequence[str], found: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _check_gradients(self, part: _Part, found: dict[int, torch.Tensor | None]) -> None:
         """Look for anomalies in what a backward has found: of the inputs first, then of the parameters."""
         kind = self.how.anomaly
-        if kind is None or not is_bad(list(found), kind):
+        if kind is None or not is_bad(list(found.values()), kind):
             return
-        names = [name for name, row in record.inputs.items() for leaf in row if _has_grad(leaf)]
-        bad = [n for n, g in zip([*names, *owned], found, strict=True) if is_bad(g, kind)]
-        raise AnomalyError(
-            f"the gradient of {', '.join(bad[:3])} has {'a NaN' if kind == 'nan' else 'a NaN or infinity'}",
-            remedy="look at the operations of this stage; torch.autograd.detect_anomaly() on pipe.unsplit() names one",
-        )
+        named = [(name, leaf) for name, row in part.record.inputs.items() for leaf in row if _has_grad(leaf)]
+        named += [*part.shared.items(), *part.alone.items()]
+        bad = [name for name, leaf in named if is_bad(found.get(id(leaf)), kind)]
+        if bad:
+            raise AnomalyError(
+                f"the gradient of {', '.join(bad[:3])} has {'a NaN' if kind == 'nan' else 'a NaN or infinity'}",
+                remedy="look at the operations of this stage; torch.autograd.detect_anomaly() on pipe.unsplit() names one",
+            )
 
     def _weight_half(self, action: Action) -> None:
         """The gradients of weights that are still to be computed; where nothing was put off, there are none."""
@@ -428,11 +499,12 @@ class Call:
             return micro_batch > 0  # the first goes backward first: what it keeps is soon free
         return bool(self.how.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
 
-    def _norms(self, stage: Stage, i: int) -> tuple[Around, Around]:
+    def _norms(self, stage: Stage, i: int) -> tuple[contextlib.AbstractContextManager[Any], Again]:
         """What is around the computation of a stage whose batch normalisation is put off, and around later ones."""
-        if self.norms is None or not stage.writes:
-            return contextlib.nullcontext, contextlib.nullcontext
-        return functools.partial(self.norms.recording, i), functools.partial(self.norms.recomputing, i)
+        if self.norms is None:
+            return contextlib.nullcontext(), lambda: contextlib.nullcontext
+        norming = self.norms.around(stage, i)
+        return norming, norming.again
 
     def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
         if self.base_seed is None or not stage.random:

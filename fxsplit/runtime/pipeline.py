@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -17,16 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import tree_unflatten
+from ..compat import modes_in_force, tree_unflatten
 from ..cost.saved import Live, measured_saved
-from ..errors import ArgumentError, MoveError, PlanError, SerializeError
+from ..errors import ArgumentError, BatchError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
 from ..rebind import layout, rebound, use_current
-from ..replicate.replicas import Replicas
+from ..replicate.meet import owners_of, rounds_of
+from ..replicate.replicas import Replica, Replicas, plain_replicas
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
@@ -35,7 +38,7 @@ from ..schedules.needs import dependencies, step_needs
 from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
-from .batchnorm import DeferredNorms
+from .batchnorm import DeferredNorms, batch_counters
 from .events import ActionHook
 from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
@@ -46,6 +49,7 @@ from .loss import MicroLoss, in_parts
 from .microbatch import Merge, sizes
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, step_outside
+from .syncnorm import SyncNorms
 
 
 class Pipeline(nn.Module):
@@ -74,6 +78,8 @@ class Pipeline(nn.Module):
     _schedules: dict[int, Schedule]
     _names: tuple[list[str], list[str]]
     _replicas: Replicas | None
+    _meeting: dict[int, dict[int, int]]
+    _left: list[threading.Thread]
     _seen: list[tuple[dict[str, Any], str, Any]]
     _action_hooks: OrderedDict[int, ActionHook]
 
@@ -103,7 +109,16 @@ class Pipeline(nn.Module):
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False, _schedules={}, _names=layout(model), _seen=[], _replicas=None)
+        own.update(
+            _lock=lock,
+            _serial=False,
+            _schedules={},
+            _names=layout(model),
+            _seen=[],
+            _replicas=None,
+            _meeting={},
+            _left=[],
+        )
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -145,23 +160,28 @@ class Pipeline(nn.Module):
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
-        return self._run(inputs, [list(inputs)], [1])
+        return self._run(inputs, [list(inputs)], [1], plain_replicas(self.program))
 
     def _run(
-        self, inputs: Sequence[torch.Tensor], chunks: list[list[torch.Tensor]], rows: list[int]
+        self,
+        inputs: Sequence[torch.Tensor],
+        chunks: list[list[torch.Tensor]],
+        rows: list[int],
+        replicas: Mapping[int, Sequence[Replica]] | None = None,
     ) -> list[Any]:
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
-            call = self._call(chunks, parameters, grad=grad)
+            call = self._call(chunks, parameters, grad=grad, replicas=replicas)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
-            if grad:
-                tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
-                    runner, *inputs, *parameters.values()
-                )
-            else:
-                tensors, _ = runner.forward()
+            with self._replicas_anew_after_failure(call):
+                if grad:
+                    tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
+                        runner, *inputs, *parameters.values()
+                    )
+                else:
+                    tensors, _ = runner.forward()
         by_name = {self.program.outputs[i]: t for i, t in zip(runner.positions, tensors, strict=True)}
         by_name.update(zip(self.program.inputs, inputs, strict=True))  # an argument handed back is itself
         return [
@@ -170,8 +190,35 @@ class Pipeline(nn.Module):
         ]
 
     def _call(
-        self, chunks: list[list[torch.Tensor]], parameters: dict[str, nn.Parameter], *, grad: bool
+        self,
+        chunks: list[list[torch.Tensor]],
+        parameters: dict[str, nn.Parameter],
+        *,
+        grad: bool,
+        replicas: Mapping[int, Sequence[Replica]] | None = None,
     ) -> Call:
+        count = len(chunks)
+        norms: DeferredNorms | None = None
+        if replicas is None:
+            replicas = self.make_replicas().now(parameters)
+        rounds = self._rounds(count)
+        if any(thread.is_alive() for thread in self._left):
+            raise ArgumentError(
+                "copies of a module still wait, since a call of the pipeline in which another one failed, and would take "
+                "what the copies of this call say to each other",
+                remedy="make the model anew; or end their wait, in the module",
+            )
+        if rounds and modes_in_force():
+            raise ArgumentError(
+                "micro-batches that meet have threads of their own, but a TorchFunctionMode or TorchDispatchMode is in force",
+                remedy="leave the mode, or call pipe.unsplit() in it",
+            )
+        if self.plan.deferred_batch_norm:
+            norms = DeferredNorms.of_model(self.model)
+        elif self.plan.sync_batch_norm and count > 1:
+            norms = SyncNorms(batch_counters(self.model), rounds)
+        if norms is not None:
+            norms.follow(self._originals(replicas))
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -179,19 +226,44 @@ class Pipeline(nn.Module):
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
-            norms=DeferredNorms.of_model(self.model) if self.plan.deferred_batch_norm else None,
+            norms=norms,
+            rounds=rounds,
             anomaly=self.plan.detect_anomaly,
         )
-        replicas = self._replicas or Replicas(self.model, self.program)
-        self.__dict__["_replicas"] = replicas
-        return Call(
-            self.program,
-            self.schedule_for(len(chunks)),
-            chunks,
-            parameters,
-            how,
-            replicas.now(parameters),
-        )
+        return Call(self.program, self.schedule_for(count), chunks, parameters, how, replicas)
+
+    def make_replicas(self) -> Replicas:
+        """What the replicas of stages run; made, and their modules told of it, when first asked for."""
+        found = self._replicas or Replicas(self.model, self.program)
+        self.__dict__["_replicas"] = found
+        return found
+
+    @contextlib.contextmanager
+    def _replicas_anew_after_failure(self, call: Call) -> Iterator[None]:
+        """Copies that were talking to each other when one failed are not talked to again."""
+        try:
+            yield
+        except BaseException:
+            if call.how.rounds:
+                self.__dict__["_replicas"] = None
+                self._left.extend(call.left)
+            raise
+
+    def _rounds(self, micro_batches: int) -> dict[int, int]:
+        """Stage → how many of its micro-batches meet."""
+        if micro_batches not in self._meeting:
+            found = rounds_of(self.model, self.plan, self.program, micro_batches)
+            self._meeting[micro_batches] = found if micro_batches > 1 else {}
+        return self._meeting[micro_batches]
+
+    def _originals(self, replicas: Mapping[int, Sequence[Replica]]) -> dict[int, torch.Tensor]:
+        """Buffers of replicas that are copies → what they are copies of."""
+        return {
+            id(copy): resolve(self.model, name)
+            for row in replicas.values()
+            for replica in row
+            for name, copy in replica.buffers.items()
+        }
 
     def step(
         self,
@@ -262,7 +334,10 @@ class Pipeline(nn.Module):
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
-            with buffers_as_before(written_buffers(self.program, self.model)):
+            with (
+                buffers_as_before(written_buffers(self.program, self.model)),
+                self._replicas_anew_after_failure(call),
+            ):
                 outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
 
@@ -282,15 +357,32 @@ class Pipeline(nn.Module):
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
         batch = self.dims.batch_size(inputs)
-        rows = [1] if batch is None else sizes(batch, self.plan.micro_batches)
+        each = self._copies_that_wait
+        count = min(batch or 0, self.plan.micro_batches) // each * each
+        if each > 1 and not count:
+            raise BatchError(
+                f"{'an input without rows' if batch is None else f'a batch of {batch}'} cannot be shared out evenly to "
+                f"{each} replicas, whose modules have replication callbacks and may wait for each other",
+                remedy=f"{each} rows or more, or pipe.unsplit()",
+            )
+        rows = [1] if batch is None else sizes(batch, max(count, 1))
         return self.dims.split(inputs, rows), rows
+
+    @functools.cached_property
+    def _copies_that_wait(self) -> int:
+        """The number of micro-batches is a multiple of this, so that all copies of a module are called equally often."""
+        return math.lcm(*(len(s.row) for s in self.stages if owners_of(self.model, s)))
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         if micro_batches not in self._schedules:
             stages = len(self.stages)
-            schedule = planned_schedule(self.plan, stages, micro_batches, self.assignment.replicas)
-            check_schedule(schedule, stages, micro_batches, step_needs(self.program, self.plan.checkpoint))
+            rounds = self._rounds(micro_batches)
+            # Where all micro-batches meet, each has a worker of its own.
+            workers = [max(count, rounds.get(s, 1)) for s, count in enumerate(self.assignment.replicas)]
+            schedule = planned_schedule(self.plan, stages, micro_batches, workers)
+            needs = step_needs(self.program, self.plan.checkpoint, rounds)
+            check_schedule(schedule, stages, micro_batches, needs, rounds)
             self._schedules[micro_batches] = schedule
         return self._schedules[micro_batches]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextvars
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -23,6 +25,25 @@ from ..schedules.proof import serial_order
 from .threads import settle_autocast, thread_state
 
 Act = Callable[[Action], None]
+_WAITING = (threading.__file__, queue.__file__)
+
+
+class MeetingPlace(Protocol):
+    """Where actions wait for each other."""
+
+    def members(self, action: Action) -> Sequence[Action]:
+        """Those that meet there."""
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+
+    def leave(self, thread: threading.Thread) -> None:
+        """This one waits for ever, and is left where it is."""
+
+
+class StoppedError(Exception):
+    """The call has ended, and with it what an action waited for: no error of its own."""
+
 
 LOOK = 1.0  # seconds after which the caller looks whether the workers that it waits for are still there
 
@@ -33,6 +54,7 @@ def play(
     act: Act,
     names: Sequence[str],
     intra_op: int | None = None,
+    meetings: MeetingPlace | None = None,
 ) -> None:
     """Play every list to its end, with the caller's thread state and context variables.
 
@@ -44,18 +66,20 @@ def play(
         act: computes one action.
         names: of the lists.
         intra_op: threads that each worker uses inside of an operation; else the caller's, shared out.
+        meetings: where actions wait for each other.
 
     Raises:
         BaseException: of the actions that failed, the error of the one that a loop over the micro-batches would have
             come to first; an interrupt goes before. Nothing starts after a failure or an interrupt of the caller, and
-            no thread is left: what a worker is computing is waited for, however often the caller is interrupted.
+            no thread is left: what a worker is computing is waited for, however often the caller is interrupted. But
+            a worker whose module waits for a copy that has failed would wait for ever: it is left, and the error says so.
         WorkerError: a thread is gone without having said so.
     """
     busy = [(list(actions), name) for actions, name in zip(workers, names, strict=True) if actions]
     if len(busy) == 1 or modes_in_force():
         play_serially(workers, needs, act)
         return
-    _Players([a for a, _ in busy], needs, act, [n for _, n in busy], intra_op).run()
+    _Players([a for a, _ in busy], needs, act, [n for _, n in busy], intra_op, meetings).run()
 
 
 def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -> None:
@@ -72,8 +96,10 @@ class _Players:
         act: Act,
         names: Sequence[str],
         intra_op: int | None,
+        meetings: MeetingPlace | None,
     ) -> None:
-        self.workers, self.act, self.names = workers, act, names
+        self.workers, self.act, self.names, self.meetings = workers, act, names, meetings
+        self.left: list[str] = []
         worker_of = {a: w for w, actions in enumerate(workers) for a in actions}
         self.waits = {
             a: {n for n in needs(a) if n in worker_of and worker_of[n] != worker_of[a]} for a in worker_of
@@ -115,6 +141,8 @@ class _Players:
             self._end()
         if self.failures:
             error = min(self.failures, key=_when)[1]
+            for text in self.left:
+                error.add_note(text)
             try:
                 raise error
             finally:  # no cycle through the traceback: what the workers made is freed with the error
@@ -138,11 +166,27 @@ class _Players:
                     self.broken.append(ended)
                     self._stop()
             except Empty:
+                self._leave_waiting()
                 gone = [w for w in self.running if _is_gone(self.threads[w])]
                 if gone and self.outbox.empty():  # not one that said so at the last moment
                     self.broken += gone
                     self.running.difference_update(gone)
                     self._stop()
+
+    def _leave_waiting(self) -> None:
+        """After a failure, leave the workers in which a module waits for the copy that has failed: it does so for ever."""
+        if self.meetings is None or not self.failures:
+            return
+        for w in sorted(self.running):
+            where = _waits_at(self.threads[w])
+            partners = self.meetings.members(self.at[w])
+            if where is not None and any(failed in partners for failed, _ in self.failures):
+                self.left.append(
+                    f"fxsplit: {self.names[w]} waits for a copy that has failed, {where}; it was left there"
+                )
+                self.running.discard(w)
+                self.meetings.leave(self.threads[w])
+                self.threads[w] = threading.current_thread()  # nobody joins it
 
     def _end(self) -> None:
         """Nothing runs afterwards. An interrupt that comes meanwhile is raised at the end.
@@ -155,7 +199,7 @@ class _Players:
                 self._stop()
                 self._wait()
                 for thread in self.threads:
-                    if not _is_gone(thread):
+                    if thread is not threading.current_thread() and not _is_gone(thread):
                         thread.join()
                 settle_autocast()
                 if self.share != self.callers:
@@ -168,6 +212,8 @@ class _Players:
 
     def _stop(self) -> None:
         self.stopping = True
+        if self.meetings is not None:
+            self.meetings.close()
         for inbox in self.inboxes:
             inbox.put(None)
 
@@ -190,11 +236,23 @@ class _Players:
                     for other in self.tell[action]:
                         self.inboxes[other].put(action)
             self.finished[w] = True
+        except StoppedError:
+            pass
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the caller has to see them
             self.failures.append((self.at[w], error))
             self._stop()
         finally:
             self.outbox.put(w)
+
+
+def _waits_at(thread: threading.Thread) -> str | None:
+    """Where a thread waits for another one by Python's own means, as the line of the user's that it is in."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_code.co_filename not in _WAITING:
+        return None
+    while frame is not None and frame.f_code.co_filename in _WAITING:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
 
 
 def _when(failure: tuple[Action, BaseException]) -> tuple[bool, int, bool, int, str]:

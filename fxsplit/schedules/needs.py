@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..actions import Action, Needs
@@ -30,16 +30,47 @@ def dependencies(
     return needs_of(len(program.stages), chains, one_way, in_turn=in_turn, again_in_turn=again_in_turn)
 
 
-def turns_of(program: Program, checkpoint: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """The stages that go forward in the order of micro-batches, and those that go backward in it, by their state."""
-    writing = frozenset(s.index for s in program.stages if s.writes)
-    stateful = frozenset(s.index for s in program.stages if s.stateful)
+def turns_of(
+    program: Program, checkpoint: Any, rounds: Mapping[int, int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The stages that go forward in the order of micro-batches, and those that go backward in it, by their state.
+
+    Args:
+        rounds: stage → how many of its micro-batches meet: they take no turns.
+    """
+    writing = frozenset(s.index for s in program.stages if s.writes and s.index not in rounds)
+    stateful = frozenset(s.index for s in program.stages if s.stateful and s.index not in rounds)
     return writing | stateful, writing if checkpoint != "never" else frozenset()
 
 
-def step_needs(program: Program, checkpoint: Any) -> Needs:
+def members(action: Action, rounds: Mapping[int, int]) -> list[Action]:
+    """The same action of all micro-batches that meet with this one, itself among them.
+
+    Args:
+        rounds: stage → how many micro-batches meet there, one after the other.
+    """
+    size = rounds.get(action.stage, 1)
+    first = action.micro_batch // size * size
+    return [action._replace(micro_batch=i) for i in range(first, first + size)]
+
+
+def together(needs: Needs, rounds: Mapping[int, int]) -> Needs:
+    """Where micro-batches meet, each needs what any of them needs."""
+    if not rounds:
+        return needs
+
+    def joint(action: Action) -> list[Action]:
+        everybody = members(action, rounds)
+        before = dict.fromkeys(n for member in everybody for n in needs(member))
+        return [n for n in before if n not in everybody]
+
+    return joint
+
+
+def step_needs(program: Program, checkpoint: Any, rounds: Mapping[int, int] | None = None) -> Needs:
     """The same with the loss inside: it is computed before the last stage goes backward, and needs all outputs."""
-    in_turn, again_in_turn = turns_of(program, checkpoint)
+    rounds = rounds or {}
+    in_turn, again_in_turn = turns_of(program, checkpoint, rounds)
     base = dependencies(program, in_turn=in_turn, again_in_turn=again_in_turn)
     made_by, last = program.producers(), program.stages[-1].index
     makers = sorted({made_by[v] for v in program.outputs if isinstance(v, str)} - {-1, last})
@@ -53,7 +84,7 @@ def step_needs(program: Program, checkpoint: Any) -> Needs:
             )
         return before
 
-    return needs
+    return together(needs, rounds)
 
 
 def needs_of(

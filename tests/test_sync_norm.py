@@ -1,0 +1,158 @@
+"""Batch normalisation by the statistics of the whole batch, across micro-batches and replicas."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxsplit
+from fxsplit import Plan, errors
+
+
+class Convs(nn.Module):
+    """Layers one after the other, in a residual branch, without parameters, without statistics, and called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.c1, self.n1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.c2, self.n2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, affine=False)
+        self.n3 = nn.BatchNorm2d(4, track_running_stats=False, momentum=None)
+        self.head, self.n4 = nn.Linear(4, 5), nn.BatchNorm1d(5, momentum=0.3)
+
+    def forward(self, x):
+        h = torch.relu(self.n1(self.c1(x)))
+        h = h + self.n3(F.avg_pool2d(self.n2(self.c2(h)), 3, 1, 1))
+        return self.n4(self.n4(self.head(h.mean((2, 3)))) ** 2)
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = Convs().double()
+    return model, torch.randn(7, 3, 5, 5).double(), torch.randn(7, 5).double()
+
+
+def close(a, b, what):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", ["n1", "c2", "n2"]])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "replicas"), [(1, 3, 1), (2, 7, 1), (2, 4, [2, 1]), (3, 2, 2)]
+)
+def test_a_step_is_that_of_the_whole_batch(checkpoint, stages, micro_batches, replicas):
+    model, x, t = made()
+    twin = copy.deepcopy(model)
+    plan = Plan(
+        stages=stages,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        checkpoint=checkpoint,
+        sync_batch_norm=True,
+    )
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    rates = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+    for step in range(3):
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        for rate in rates:
+            rate.zero_grad()
+        expected = F.mse_loss(twin(xs[1]), t)
+        expected.backward()
+        if step == 1:
+            found = pipe.step(xs[0], target=t, loss_fn=F.mse_loss)
+        else:
+            found = F.mse_loss(pipe(xs[0]), t)
+            found.backward()
+        close(found.detach(), expected.detach(), "loss")
+        close(xs[0].grad, xs[1].grad, "input")
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            close(p.grad, q.grad, name)
+        for (name, b), c in zip(model.named_buffers(), twin.buffers(), strict=True):
+            close(b, c, name)
+        for rate in rates:
+            rate.step()
+    with torch.no_grad():
+        close(pipe(x), twin(x), "training without gradients")
+    model.eval(), twin.eval()
+    close(pipe(x), twin(x), "eval")
+
+
+def test_fewer_rows_than_micro_batches_and_backward_twice():
+    model, x, t = made()
+    twin = copy.deepcopy(model)
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=4, sync_batch_norm=True), example_args=(x,))
+    for rows in (3, 2):
+        close(pipe(x[:rows]), twin(x[:rows]), rows)
+    loss, expected = (F.mse_loss(m(x), t) for m in (pipe, twin))
+    for _ in range(2):
+        loss.backward(retain_graph=True), expected.backward(retain_graph=True)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        close(p.grad, q.grad, "twice")
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if bool((x == 77).any()):
+            raise ValueError("mine")
+        return x
+
+
+def test_a_micro_batch_that_fails_does_not_keep_the_others_waiting():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=4, sync_batch_norm=True), example_args=(x,))
+    first = fxsplit.compile(
+        nn.Sequential(Fails(), nn.BatchNorm1d(4)),
+        Plan(micro_batches=4, sync_batch_norm=True),
+        example_args=(x,),
+    )
+    before = pipe(x)
+    state = {name: b.clone() for name, b in first.named_buffers()}
+    x[5, 1] = 77
+    with pytest.raises(ValueError, match="mine") as caught:
+        first(x)
+    assert "micro-batch 2 of 4" in caught.value.__notes__[-1]
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+    assert all(torch.equal(b, state[name]) for name, b in first.named_buffers())
+    x[5, 1] = 0.5
+    torch.testing.assert_close(first(x), copy.deepcopy(first.unsplit())(x))
+    assert before.shape == (8, 2)
+
+
+def test_half_precision_and_autocast():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(model, Plan(micro_batches=4, sync_batch_norm=True), example_args=(x,))
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = pipe(x), twin(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_what_would_not_be_right_is_refused():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen.add_(x.detach().sum())
+            return self.norm(x)
+
+    x = torch.randn(4, 4)
+    with pytest.raises(errors.PlanError, match="writes to 'seen', but its micro-batches meet"):
+        fxsplit.compile(Counts(), Plan(micro_batches=2, sync_batch_norm=True), example_args=(x,))
+
+
+def test_stages_without_such_layers_go_their_own_way():
+    """Each stage that normalises has a worker for each micro-batch; the others keep their schedule."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    plan = Plan(cut=["2", "3"], micro_batches=4, sync_batch_norm=True)
+    pipe = fxsplit.compile(model, plan, example_args=(torch.randn(8, 4),))
+    assert list(pipe.schedule.labels) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
