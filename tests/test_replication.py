@@ -262,7 +262,7 @@ def test_a_copy_that_fails_does_not_leave_the_caller_waiting_for_the_others(whic
     finally:
         Fails.which = None
     notes = caught.value.__notes__
-    assert any(f"replica {which} of stage 0" in note for note in notes)
+    assert any(f"replica {which} of 3" in note for note in notes)
     assert any(
         "waits for a copy that has failed" in note and "test_replication.py:" in note for note in notes
     )

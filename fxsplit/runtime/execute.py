@@ -522,13 +522,11 @@ class Call:
             what = {"F": "forward", "W": "backward (weights)"}.get(action.kind, "backward")
             first, last = stage.modules
             span = first if first == last else f"{first} … {last}"
-            count, replica = len(self.replicas[action.stage]), ""
-            if count > 1:
-                replica = f"replica {action.micro_batch % count} of "
+            count = len(self.replicas[action.stage])
+            replica = f"replica {action.micro_batch % count} of {count}, " if count > 1 else ""
             error.add_note(
-                f"fxsplit: in the {what} of {replica}stage {action.stage} "
-                f"({span or 'the model'}, on {self._device(action)}), "
-                f"micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
+                f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {self._device(action)}), "
+                f"{replica}micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
             )
             raise
 

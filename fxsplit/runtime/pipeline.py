@@ -80,6 +80,7 @@ class Pipeline(nn.Module):
     _replicas: Replicas | None
     _meeting: dict[int, dict[int, int]]
     _left: list[threading.Thread]
+    _equally: int
     _seen: list[tuple[dict[str, Any], str, Any]]
     _action_hooks: OrderedDict[int, ActionHook]
 
@@ -117,6 +118,8 @@ class Pipeline(nn.Module):
             _seen=[],
             _replicas=None,
             _meeting={},
+            # The number of micro-batches is a multiple of this: copies of a module are called equally often.
+            _equally=math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s))),
             _left=[],
         )
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
@@ -357,7 +360,7 @@ class Pipeline(nn.Module):
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
         batch = self.dims.batch_size(inputs)
-        each = self._copies_that_wait
+        each = self._equally
         count = min(batch or 0, self.plan.micro_batches) // each * each
         if each > 1 and not count:
             raise BatchError(
@@ -367,11 +370,6 @@ class Pipeline(nn.Module):
             )
         rows = [1] if batch is None else sizes(batch, max(count, 1))
         return self.dims.split(inputs, rows), rows
-
-    @functools.cached_property
-    def _copies_that_wait(self) -> int:
-        """The number of micro-batches is a multiple of this, so that all copies of a module are called equally often."""
-        return math.lcm(*(len(s.row) for s in self.stages if owners_of(self.model, s)))
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
