@@ -10,9 +10,9 @@ import torch
 from ..batch import BatchDims
 from ..compat import backward_keeps_graph
 from ..errors import GradientError
+from ..microbatch import Merge
 from .execute import Call
 from .inside import LossInside
-from .microbatch import Merge
 
 
 class PipelineFunction(torch.autograd.Function):

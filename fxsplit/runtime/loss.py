@@ -13,7 +13,7 @@ from torch import nn
 
 from ..compat import tree_leaves, tree_map
 from ..errors import ArgumentError, GradientError
-from .microbatch import Merge
+from ..microbatch import Merge
 
 LossFn = Callable[..., torch.Tensor]
 

@@ -22,6 +22,7 @@ from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, region_modules, resolve
 from ..ir import Assignment, Program, Stage, Traced
+from ..microbatch import Merge, sizes
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
@@ -41,7 +42,6 @@ from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
 from .loss import MicroLoss, in_parts
-from .microbatch import Merge, sizes
 from .rebind import layout, rebound
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, step_outside
