@@ -10,6 +10,8 @@ from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Plan
+from .replicate.criterion import Criterion
+from .replicate.scattered import Scattered
 from .runtime.events import ActionEvent
 from .runtime.pipeline import Pipeline, verify
 
@@ -20,12 +22,14 @@ __all__ = [
     "ActionEvent",
     "Assignment",
     "Budget",
+    "Criterion",
     "Device",
     "NodeCost",
     "Pipeline",
     "Plan",
     "Preview",
     "Program",
+    "Scattered",
     "Schedule",
     "Stage",
     "Traced",
