@@ -15,7 +15,8 @@ class Scattered:
     """What ``pipe(x)`` gives with ``Plan(gather=False)``: the model's output for each micro-batch, in order.
 
     ``len(out)``, ``out[i]`` and iteration give the parts. Autograd sees ordinary tensors: a gradient of the parts is
-    that of the gathered output, bit for bit. A part is not to be changed in place where it is a list or a dict: what
+    that of the gathered output, bit for bit. They are one node of the graph: go backward once, with the sum of what
+    is made of the parts, or say ``retain_graph=True``. A part is not to be changed in place where it is a list or a dict: what
     `gather` puts together are the tensors that were in it.
 
     It is the same type for any number of micro-batches and replicas, also for one. (torch.nn.DataParallel and
