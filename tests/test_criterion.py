@@ -250,11 +250,11 @@ def test_the_peers_rule_is_wrong_with_class_weights_too():
 
 
 class Heads(Scores):
-    """A dict of a tuple and a tensor."""
+    """A dict of a tuple and a tensor, and of what is no tensor and the same in all parts."""
 
     def forward(self, x):
         y = super().forward(x)
-        return {"pair": (y, y.square()), "rate": y.sum(1)}
+        return {"pair": (y, y.square()), "rate": y.sum(1), "kind": "scores", "width": x.shape[1]}
 
 
 def of_heads(out, target):
