@@ -388,7 +388,7 @@ def test_parts_on_other_devices():
     devices = [torch.device("meta"), torch.device("cpu")]
     out = fxsplit.Scattered(leaves, spec, [2, 1], devices, [Merge("rows")])
     assert out.gather().device.type == "meta" and out.gather().shape == (3, CLASSES)
-    assert repr(out) == "Scattered(2 parts: 2 rows on meta, 1 rows on cpu)"
+    assert repr(out) == "Scattered(2 parts: 2 rows on meta, 1 row on cpu)"
     back = fxsplit.Scattered(leaves[::-1], spec, [1, 2], devices[::-1], [Merge("rows")])
     criterion = fxsplit.Criterion(Weighted(), "sum")
     with pytest.raises(

@@ -54,9 +54,9 @@ def test_repr():
     model = Net()
     assert (
         repr(made(model)(torch.randn(5, 4)))
-        == "Scattered(3 parts: 2 rows on cpu, 2 rows on cpu, 1 rows on cpu)"
+        == "Scattered(3 parts: 2 rows on cpu, 2 rows on cpu, 1 row on cpu)"
     )
-    assert repr(made(model)(torch.randn(1, 4))) == "Scattered(1 part: 1 rows on cpu)"
+    assert repr(made(model)(torch.randn(1, 4))) == "Scattered(1 part: 1 row on cpu)"
 
 
 def ramp(t):

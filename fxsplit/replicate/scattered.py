@@ -96,7 +96,7 @@ class Scattered:
         return iter(self.parts)
 
     def __repr__(self) -> str:
-        shown = [f"{n} rows on {d}" for n, d in zip(self.sizes, self.devices, strict=True)]
+        shown = [f"{n} row{'s' * (n != 1)} on {d}" for n, d in zip(self.sizes, self.devices, strict=True)]
         count = "1 part" if len(self) == 1 else f"{len(self)} parts"
         return f"Scattered({count}: {', '.join(shown if self.has_batch else map(str, self.devices))})"
 
