@@ -10,6 +10,8 @@ from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load
 from .plan import Plan
+from .replicate.criterion import Criterion
+from .replicate.scattered import Scattered
 from .replication import ReplicationContext, on_replicate
 from .runtime.events import ActionEvent
 from .runtime.pipeline import Pipeline, verify
@@ -21,6 +23,7 @@ __all__ = [
     "ActionEvent",
     "Assignment",
     "Budget",
+    "Criterion",
     "Device",
     "NodeCost",
     "Pipeline",
@@ -28,6 +31,7 @@ __all__ = [
     "Preview",
     "Program",
     "ReplicationContext",
+    "Scattered",
     "Schedule",
     "Stage",
     "Traced",

@@ -18,6 +18,7 @@ from .codegen.memory import with_simulated_memory
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph import is_within, output_names, output_values
 from .ir import Assignment, Program, Traced
+from .microbatch import Merge, find_merges
 from .partition.shared import partition_with_homes
 from .place import place
 from .plan import Plan
@@ -25,7 +26,6 @@ from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
 from .replicate.meet import NORM_LAYERS, check_replicas
 from .report.tables import stage_table
-from .runtime.microbatch import Merge, find_merges
 from .runtime.pipeline import Pipeline
 from .sizes import in_units
 from .state import preserved

@@ -18,11 +18,11 @@ from .compat import name_namedtuple, spec_from_text
 from .errors import SerializeError
 from .graph import ModuleMode, resolve, run_under
 from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
+from .microbatch import Merge
 from .place import place
 from .plan import Plan
 from .proof.structure import verify_structure
 from .replicate.meet import check_replicas
-from .runtime.microbatch import Merge
 from .runtime.pipeline import Pipeline
 from .saving.save import FORMAT, source
 from .saving.skeleton import Skeleton, rebuild

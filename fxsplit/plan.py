@@ -95,6 +95,9 @@ class Plan:
             stage with r replicas runs on its worker i mod r. Replicas on one device share the parameters; on
             another device they hold copies, which follow the parameters. ``"auto"`` picks stages and replicas
             together for the list of `devices` (with `stages`, that many).
+        gather: whether ``pipe(x)`` gives the output of the whole batch; otherwise a `fxsplit.Scattered`: the outputs of
+            the micro-batches, each on the device where it was made, for a `fxsplit.Criterion`. `Pipeline.step` is the
+            same either way.
         threads: how many each worker uses inside of an operation of the CPU. Default: those of the caller
             (`torch.get_num_threads`), shared out evenly.
         deferred_batch_norm: whether the running statistics of batch normalisation are updated once, after a whole
@@ -128,6 +131,7 @@ class Plan:
     workers: int | None = None
     checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
     replicas: int | str | Sequence[int] = 1
+    gather: bool = True
     threads: int | None = None
     deferred_batch_norm: bool = False
     sync_batch_norm: bool = False
@@ -152,6 +156,8 @@ class Plan:
         if follows and not isinstance(self.schedule, Schedule):
             self._set("micro_batches", self._enough_micro_batches())
         self._check_hardware()
+        if not isinstance(self.gather, bool):
+            raise PlanError(f"gather={self.gather!r} is not True or False", remedy="gather=False")
         if self.threads is not None:
             _check_positive("threads", self.threads)
         self._check_batch_norm()

@@ -130,6 +130,7 @@ def plans(draw, micro_batches=None):
         micro_batches=micro_batches or draw(st.integers(1, 5)),
         checkpoint=draw(st.sampled_from(["never", "always", "except_last"])),
         replicas=draw(st.integers(1, 3)),
+        gather=draw(st.booleans()),
     )
 
 

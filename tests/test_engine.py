@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
+from fxsplit.microbatch import sizes
 from fxsplit.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime.execute import Call
-from fxsplit.runtime.microbatch import sizes
 from tests.models import build
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, weighed_plans
 

@@ -125,7 +125,7 @@ def fail_with(error):
 
 
 def batch():
-    rows = fxsplit.runtime.microbatch.sizes(ROWS, MICRO_BATCHES)
+    rows = fxsplit.microbatch.sizes(ROWS, MICRO_BATCHES)
     tag = [float(i) for i, n in enumerate(rows) for _ in range(n)]
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)), torch.tensor(tag)
 

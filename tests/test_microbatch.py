@@ -8,7 +8,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import BatchError
-from fxsplit.runtime.microbatch import Merge, sizes
+from fxsplit.microbatch import Merge, sizes
 
 
 @pytest.mark.parametrize(

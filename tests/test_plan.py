@@ -19,7 +19,7 @@ def test_round_trip_through_a_file(tmp_path):
         fxsplit.Plan(),
         fxsplit.Plan(cut=["h.1", "h.2"], devices=["cpu", "cuda:0", torch.device("cuda", 1)], micro_batches=8),
         fxsplit.Plan(device_map={"": "cpu", "head": ("cuda:0", "cpu")}, batch_dims={"mask": None}),
-        fxsplit.Plan(balance=[1, 2], checkpoint="always", replicas=2),
+        fxsplit.Plan(balance=[1, 2], checkpoint="always", replicas=2, gather=False),
     ):
         plan.save(tmp_path / "plan.json")
         assert fxsplit.Plan.load(tmp_path / "plan.json") == plan
@@ -80,6 +80,7 @@ def test_a_file_that_is_no_plan(tmp_path):
         ({"schedule": "gpip"}, ["did you mean 'gpipe'"]),
         ({"checkpoint": True}, ["checkpoint=True", "always"]),
         ({"micro_batches": 0}, ["micro_batches=0"]),
+        ({"gather": None}, ["gather=None", "gather=False"]),
         ({"replicas": -1}, ["replicas=-1"]),
         ({"batch_dims": {"x": -1}}, ["batch_dims"]),
     ],

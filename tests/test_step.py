@@ -14,8 +14,8 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import ArgumentError
+from fxsplit.microbatch import sizes
 from fxsplit.runtime.execute import Call
-from fxsplit.runtime.microbatch import sizes
 from tests.models import build
 from tests.strategies import batches, modules, weighed_plans
 from tests.test_runtime import Faulty

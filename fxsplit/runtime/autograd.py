@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..batch import BatchDims
-from ..compat import backward_keeps_graph
+from ..compat import backward_keeps_graph, storage_key
 from ..errors import GradientError
+from ..microbatch import Merge, together
 from .execute import Call
 from .inside import LossInside
-from .microbatch import Merge, together
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -52,28 +53,85 @@ class Runner:
     Args:
         merges: how each flat output is merged.
         rows: rows of each micro-batch.
+        gather: whether the outputs are merged; otherwise those of each micro-batch are given.
     """
 
-    def __init__(self, call: Call, dims: BatchDims, merges: Sequence[Merge], rows: Sequence[int]) -> None:
-        self.call, self.dims, self.merges, self.rows = call, dims, merges, rows
-        self.results: list[Any] = []
+    def __init__(
+        self,
+        call: Call,
+        dims: BatchDims,
+        merges: Sequence[Merge],
+        rows: Sequence[int],
+        gather: bool = True,
+    ) -> None:
+        self.call, self.dims, self.merges, self.rows, self.gather = call, dims, merges, rows, gather
+        self.given: list[
+            list[Any]
+        ] = []  # per output what the caller gets: the merged value, or one for each part
         self.positions: list[int] = []
         self.per_output: list[list[Any]] = []
         self.spent = False
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        """The merged tensor outputs, each value once, and whether each is differentiable."""
+        """The tensor outputs, each value once, all parts of it in a row; and whether each is differentiable."""
         by_micro_batch = self.call.forward()
         self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
-        self.results = self.merged(by_micro_batch)
+        merged = [[v] for v in self.merged(by_micro_batch)] if self.gather else []
+        self.given = merged if self.gather else self.per_output
         first: dict[str, int] = {}
         for i, name in enumerate(self.call.program.outputs):
-            if isinstance(name, str) and isinstance(self.results[i], torch.Tensor):
+            if isinstance(name, str) and isinstance(self.given[i][0], torch.Tensor):
                 first.setdefault(name, i)
         self.positions = list(first.values())
-        tensors = [self.results[i] for i in self.positions]
-        differentiable = [any(v.requires_grad for v in self.per_output[i]) for i in self.positions]
-        return [t.detach() for t in tensors], differentiable
+        tensors = [v for i in self.positions for v in self.given[i]]
+        if self.gather:
+            differentiable = [any(v.requires_grad for v in self.per_output[i]) for i in self.positions]
+        else:
+            differentiable = [v.requires_grad for v in tensors]
+        return self._apart([t.detach() for t in tensors]), differentiable
+
+    def results(
+        self, tensors: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[Any]]:
+        """The flat outputs of the batch, or of each part, with the tensors of `forward` as autograd knows them.
+
+        Args:
+            inputs: of the batch, or of each part: an argument handed back is itself.
+        """
+        program, rows = self.call.program, []
+        for k, given in enumerate(inputs):
+            by_name = {
+                program.outputs[i]: t for i, t in zip(self.positions, tensors[k :: len(inputs)], strict=True)
+            }
+            by_name.update(zip(program.inputs, given, strict=True))
+            pairs = zip(program.outputs, self.given, strict=True)
+            rows.append([by_name.get(v, seen[k]) if isinstance(v, str) else v[0] for v, seen in pairs])
+        return rows
+
+    def devices(self) -> list[torch.device]:
+        """Where the last stage of each micro-batch ran: the devices of what it gives."""
+        made_by = self.call.made_by
+        last = max(
+            self.positions, key=lambda i: made_by.get(str(self.call.program.outputs[i]), -1), default=None
+        )
+        if last is None:
+            return [torch.empty(0, device=self.call.program.stages[-1].device).device] * len(self.rows)
+        return [v.device for v in self.per_output[last]]
+
+    def _apart(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """No memory is shared with another output or an argument: autograd would not see a write to it."""
+        if self.gather and len(self.rows) > 1:
+            return tensors  # merged: new memory
+        taken = {_memory(x) for chunk in self.call.chunks for x in chunk} - {None}
+        handed_back = set(self.call.program.inputs)
+        names = [self.call.program.outputs[i] for i in self.positions for _ in self.given[i]]
+        apart = []
+        for name, tensor in zip(names, tensors, strict=True):
+            if name not in handed_back and (memory := _memory(tensor)) is not None:
+                tensor = tensor.clone() if memory in taken else tensor
+                taken.add(memory)
+            apart.append(tensor)
+        return apart
 
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool
@@ -90,11 +148,14 @@ class Runner:
             )
         call, program = self.call, self.call.program
         rows: list[dict[str, Any]] = [{} for _ in self.rows]
-        for position, gradient in zip(self.positions, gradients, strict=True):
-            if gradient is None:
-                continue
+        following = iter(gradients)
+        for position in self.positions:
             name = program.outputs[position]
-            pieces = self.merges[position].split_gradient(gradient, self.per_output[position], self.rows)
+            pieces = list(itertools.islice(following, len(self.given[position])))
+            if self.gather:
+                if pieces[0] is None:
+                    continue
+                pieces = self.merges[position].split_gradient(pieces[0], self.per_output[position], self.rows)
             for row, piece in zip(rows, pieces, strict=True):
                 if piece is not None:
                     row[str(name)] = piece
@@ -133,3 +194,11 @@ class Runner:
         if dim is not None:
             return torch.cat(filled, dim)
         return sum(filled[1:], filled[0])
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Which memory a tensor has; None where it has none that can be named: sparse, or wrapped by torch.func."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..compat import TreeSpec, tree_leaves, tree_unflatten
+from ..replicate.losses import LossInParts
 from ..rng import Stream, draw_base_seed, stage_seed
-from .loss import MicroLoss, leaves_of
+from .loss import leaves_of
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -34,7 +35,7 @@ class LossInside:
 
     def __init__(
         self,
-        loss: MicroLoss,
+        loss: LossInParts,
         outputs: Sequence[str | tuple[Any, ...]],
         out_spec: TreeSpec,
         around: Around,

@@ -24,12 +24,17 @@ from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, BatchError, MoveError, PlanError, SerializeError
 from ..graph import bind, is_within, resolve
 from ..ir import Assignment, Program, Stage, Traced
+from ..microbatch import Merge, sizes
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
 from ..rebind import layout, rebound, use_current
+from ..replicate.criterion import Criterion
+from ..replicate.losses import LossInParts, in_parts
 from ..replicate.meet import owners_of, rounds_of
+from ..replicate.reductions import LossFn
 from ..replicate.replicas import Replica, Replicas, plain_replicas
+from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
@@ -45,10 +50,8 @@ from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
-from .loss import MicroLoss, in_parts
-from .microbatch import Merge, sizes
 from .reentry import check_not_inside, computing_for
-from .step import step_inside, step_outside
+from .step import call_merged, step_inside, step_outside, wants_merged
 from .syncnorm import SyncNorms
 
 
@@ -129,6 +132,9 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch; differentiable, whatever the loss outside.
 
+        With ``Plan(gather=False)`` the outputs of the micro-batches, as a `fxsplit.Scattered`. Hooks of the model itself
+        then get that.
+
         Raises:
             ArgumentError: an argument is missing, unknown, or not like the example's.
             BatchError: the arguments disagree on the batch.
@@ -144,7 +150,12 @@ class Pipeline(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, chunks, rows = self._split(args, kwargs)
-        return tree_unflatten(self._run(inputs, chunks, rows), self.traced.out_spec)
+        gather = self.plan.gather or wants_merged(self._lock)
+        flat, devices = self._run(inputs, chunks, rows, gather)
+        if gather:
+            return tree_unflatten(flat[0], self.traced.out_spec)
+        known = None if self.dims.batch_size(inputs) is None else rows
+        return Scattered(flat, self.traced.out_spec, known, devices, self.merges)
 
     def _split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -163,21 +174,25 @@ class Pipeline(nn.Module):
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
-        return self._run(inputs, [list(inputs)], [1], plain_replicas(self.program))
+        replicas = plain_replicas(self.program)
+        flat, _ = self._run(inputs, [list(inputs)], [1], gather=True, replicas=replicas)
+        return flat[0]
 
     def _run(
         self,
         inputs: Sequence[torch.Tensor],
         chunks: list[list[torch.Tensor]],
         rows: list[int],
+        gather: bool,
         replicas: Mapping[int, Sequence[Replica]] | None = None,
-    ) -> list[Any]:
+    ) -> tuple[list[list[Any]], list[torch.device]]:
+        """The flat outputs of the batch, or of each micro-batch; and the devices of the micro-batches."""
         with self._lock:
             self._use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             call = self._call(chunks, parameters, grad=grad, replicas=replicas)
-            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
             with self._replicas_anew_after_failure(call):
                 if grad:
                     tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
@@ -185,12 +200,7 @@ class Pipeline(nn.Module):
                     )
                 else:
                     tensors, _ = runner.forward()
-        by_name = {self.program.outputs[i]: t for i, t in zip(runner.positions, tensors, strict=True)}
-        by_name.update(zip(self.program.inputs, inputs, strict=True))  # an argument handed back is itself
-        return [
-            by_name.get(v, r) if isinstance(v, str) else v[0]
-            for v, r in zip(self.program.outputs, runner.results, strict=True)
-        ]
+        return runner.results(tensors, [inputs] if gather else chunks), runner.devices()
 
     def _call(
         self,
@@ -316,19 +326,23 @@ class Pipeline(nn.Module):
                     merges = [
                         m for m, v in zip(self.active.merges, outputs, strict=True) if isinstance(v, str)
                     ]
+                    if isinstance(loss_fn, Criterion):
+                        reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
             with self._lock:
                 self.active._use_current_modules()
             with buffers_as_before(written_buffers(self.active.program, self.model)):
-                return step_outside(self, args, kwargs, loss_fn, target)
+                return step_outside(
+                    functools.partial(call_merged, self, self._lock), args, kwargs, loss_fn, target
+                )
 
     def _step_inside(
         self,
         inputs: list[torch.Tensor],
         chunks: list[list[torch.Tensor]],
         rows: list[int],
-        loss_of: MicroLoss,
+        loss_of: LossInParts,
     ) -> tuple[torch.Tensor, Any]:
         with self._lock:
             self._use_current_modules()
@@ -343,6 +357,19 @@ class Pipeline(nn.Module):
             ):
                 outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
+
+    def criterion(self, loss_fn: LossFn, reduction: str | None = None) -> Criterion:
+        """A loss of ``pipe(x)`` that is that of the whole batch, computed where the parts of the output are.
+
+        ``pipe.criterion(loss_fn)(pipe(x), target)``, with ``Plan(gather=False)`` or without.
+
+        Args:
+            loss_fn, reduction: as of a `fxsplit.Criterion`.
+
+        Raises:
+            ArgumentError: `loss_fn` is not callable, or `reduction` is not its own.
+        """
+        return Criterion(loss_fn, reduction)
 
     def register_action_hook(self, hook: ActionHook) -> RemovableHandle:
         """Call ``hook(event)`` after every action of a call, with a `fxsplit.ActionEvent`.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..compat import tree_map
+from ..replicate.losses import check_loss
+from ..replicate.reductions import LossFn
 from .autograd import Runner
 from .inside import LossInside
-from .loss import LossFn, check_differentiable, check_loss
+from .loss import check_differentiable
+
+_MERGED = threading.local()  # the pipeline, by its lock, whose merged output this thread asks for
 
 
 def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]) -> list[Any]:
@@ -45,3 +51,23 @@ def step_outside(
     check_differentiable(loss.requires_grad)
     torch.autograd.backward(loss)
     return loss.detach(), tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, output)
+
+
+def call_merged(pipe: Callable[..., Any], lock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``pipe(*args, **kwargs)`` with its hooks, and the output of the whole batch, whatever the plan says of gather."""
+    with _merged(lock):
+        return pipe(*args, **kwargs)
+
+
+def wants_merged(lock: Any) -> bool:
+    """Whether a step asks for the output of the whole batch."""
+    return getattr(_MERGED, "lock", None) is lock
+
+
+@contextlib.contextmanager
+def _merged(lock: Any) -> Iterator[None]:
+    before, _MERGED.lock = getattr(_MERGED, "lock", None), lock
+    try:
+        yield
+    finally:
+        _MERGED.lock = before

@@ -13,6 +13,7 @@ from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..graph import first_difference, structure
+from ..replicate.scattered import Scattered
 from ..runtime.pipeline import Pipeline
 
 
@@ -70,7 +71,8 @@ def _leaves(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
     leaves = _leaves(inputs)
     args, kwargs = pipe.traced.signature.unflatten([x.view_as(x) if x.requires_grad else x for x in leaves])
-    outputs = tree_leaves(pipe(*args, **kwargs))
+    output = pipe(*args, **kwargs)
+    outputs = tree_leaves(output.gather() if isinstance(output, Scattered) else output)
     pairs = [(t, gradient_for(t)) for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])

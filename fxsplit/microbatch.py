@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..batch import BatchDims
-from ..compare import agree, equal
-from ..errors import BatchError
+from .batch import BatchDims
+from .compare import agree, equal
+from .errors import BatchError
 
 
 def sizes(batch: int, micro_batches: int) -> list[int]:
