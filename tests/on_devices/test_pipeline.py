@@ -183,6 +183,17 @@ def test_the_proof_holds(name):
     assert "same-graph: holds" in fxsplit.verify(pipe)
 
 
+def test_memory_is_that_of_a_cpu_by_device():
+    model, batch = build("gpt")
+    plan = fxsplit.Plan(stages=3, devices=DEVICES, micro_batches=4, schedule="1f1b")
+    pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=batch(8))
+    found = pipe.memory()
+    assert [str(d) for d in found] == DEVICES
+    assert {str(p.device) for p in pipe.parameters()} == set(DEVICES)
+    on_cpus = fxsplit.compile(model, plan.replace(devices=["cpu:0", "cpu:1", "cpu:2"]), example_args=batch(8))
+    assert list(found.values()) == list(on_cpus.memory().values())
+
+
 def test_state_dict_and_copies():
     model, batch = build("resnet")
     reference, x = copy.deepcopy(model).eval(), batch(4)
