@@ -109,6 +109,16 @@ def test_a_tied_weight_on_two_devices(fields, checkpoint):
     assert pipe.hf_device_map == device_map
 
 
+def test_replicas_that_lend_a_weight_do_not_take_it_for_a_change():
+    """While one replica's call has the travelled weight in the module, the other one looks at the module's versions."""
+    model, batch = build("gpt")
+    device_map = {"": "sim:0", "h.1": "sim:1", "head": "sim:1"}
+    plan = fxsplit.Plan(device_map=device_map, micro_batches=6, replicas=2, checkpoint="always")
+    pipe, x = fxsplit.compile(model, plan, example_args=batch(12)), batch(12)
+    for _ in range(12):
+        loss_of(pipe(*x)).backward()
+
+
 def test_a_word_for_a_device_map():
     model, batch = build("resnet")
     plan = fxsplit.Plan(device_map="sequential", max_memory={0: "20KiB", 1: "20KiB", 2: "1GiB"})
