@@ -49,10 +49,21 @@ def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *arg
 
     The module has them for the time of the call; calls from several workers take turns.
     """
-    with _MAKING:
-        lock = _CALLED.setdefault(module, threading.Lock())
-    with lock:
+    with _turn(module):
         return torch.func.functional_call(module, dict(parameters), args, kwargs, tie_weights=False)
+
+
+def _turn(module: torch.nn.Module) -> threading.Lock:
+    with _MAKING:
+        return _CALLED.setdefault(module, threading.Lock())
+
+
+def _versions(region: torch.nn.Module) -> list[int]:
+    """Of the parameters that are the region's, and not of what another worker's `call_with` has put there."""
+    with contextlib.ExitStack() as turns:
+        for module in region.modules():
+            turns.enter_context(_turn(module))
+        return [p._version for p in region.parameters()]
 
 
 Crossing = tuple[torch.Tensor, torch.Tensor]
@@ -170,11 +181,11 @@ class _Replayed:
         self.around, self.entered = around, contextlib.ExitStack()
         self.seen = [buffer.detach().clone() for buffer in buffers]
         self.now: list[torch.Tensor] = []
-        self.versions = [p._version for p in region.parameters()]
+        self.versions = _versions(region)
         self.modes = [m.training for m in region.modules()]
 
     def __enter__(self) -> None:
-        if self.versions != [p._version for p in self.region.parameters()]:
+        if self.versions != _versions(self.region):
             raise GradientError(
                 "a parameter was changed between forward and backward, so a checkpointed region would be recomputed "
                 "with other values",

@@ -157,10 +157,6 @@ STATES = {
         lambda: setting(torch.set_flush_denormal, False, True),
         lambda: bool((torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 1).item()),
     ),
-    "threads of backward": (
-        lambda: torch.autograd.set_multithreading_enabled(False),
-        torch._C._is_multithreading_enabled,
-    ),
     "saved tensors": (
         lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,

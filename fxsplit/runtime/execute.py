@@ -229,7 +229,8 @@ class Call:
             with self._errors_say_where(action), contextlib.nullcontext() if here else self.how.inside():
                 queued(action)
 
-        with self.lanes.fenced():
+        # A backward of a stage stays in its worker. Autograd's thread for the device may be the one that waits here.
+        with self.lanes.fenced(), torch.autograd.set_multithreading_enabled(False):
             if self.serial and not self.how.rounds:
                 play_serially(workers, needs, act)
             else:

@@ -557,9 +557,11 @@ class Pipeline(nn.Module):
 
         What autograd keeps is measured once on the example; parameters, buffers and arguments are not counted. The
         peak is with one region computed again; workers that share a device may each have one at the same time.
+        Where the model is not on the example's device, it is measured on a copy that is.
         """
         with self._lock:
-            saved = measured_saved(self.model, self.traced, self._example_now())
+            beside = self._beside_example()
+            saved = measured_saved(beside.model, beside.traced, self._example_now())
         count = len(self.micro_batches(self.example)[1])
         schedule = self.schedule_for(count)
         return kept_by_device(saved, self.traced, self.stages, schedule, count, self.plan.checkpoint)
@@ -567,6 +569,19 @@ class Pipeline(nn.Module):
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
         return staircase(self.schedule, dependencies(self.program, in_turn=frozenset()))
+
+    def _beside_example(self) -> Pipeline:
+        """This pipeline if its model is on the example's device, else one over a copy of the model that is."""
+        homes = dict.fromkeys(x.device for x in self.example)
+        owned = [*self.model.parameters(), *self.model.buffers()]
+        if not homes or all(t.device in homes for t in owned):
+            return self
+        home, memo = next(iter(homes)), {}
+        for tensor in owned:
+            moved = tensor.detach().to(home, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        return self._over(copy.deepcopy(self.model, memo))
 
     def _example_now(self) -> list[torch.Tensor]:
         """The example in the floating point type that the model has now."""

@@ -33,8 +33,10 @@ def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]
     for tensor, gradient in loss.sums():
         known = found.get(id(tensor))
         found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
-    # Autograd adds them to .grad, and runs the hooks of parameters.
-    torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
+    # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be
+    # waiting for the pipeline, in another backward.
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
     return runner.merged([loss.values[i] for i in range(len(runner.rows))])
 
 
