@@ -76,6 +76,10 @@ class Tree:
             always: copied in any case: what some kernels write without a trace in the version counter.
         """
         self._follow_attributes()
+        for module, shell in self._pairs:
+            for kind in ("_parameters", "_buffers"):
+                if getattr(shell, kind) is not getattr(module, kind):
+                    getattr(shell, kind).update(getattr(module, kind))
         every = {id(t) for t in always}
         now: dict[int, _Copy] = {}
         for holder, shell, kind, key in self._apart:
@@ -133,9 +137,13 @@ def _bare(module: nn.Module) -> nn.Module:
             remedy="replicas of that stage on one device, or the module without torch.jit",
         )
     shell = module.__new__(type(module))
-    shell.__dict__.update(
-        {name: module.__dict__[name] for name in _TABLES}
-    )  # shared, as long as nothing differs
+    # A call may lend a module other parameters, so the table is its own; buffers are shared, as long as none differs.
+    tables = {
+        "_parameters": dict(module._parameters),
+        "_buffers": module._buffers,
+        "_modules": module._modules,
+    }
+    shell.__dict__.update(tables)
     return shell
 
 
