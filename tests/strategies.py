@@ -165,4 +165,6 @@ def compiled_with_fewer(model, plan, args, **options):
                 warnings.filterwarnings("ignore", message=".*mixes rows of the batch")
                 return fxsplit.compile(model, plan, example_args=args, **options)
         except fxsplit.errors.PartitionError:
-            plan = plan.replace(stages=plan.stages - 1)
+            fewer = plan.stages - 1
+            replicas = plan.replicas[:fewer] if isinstance(plan.replicas, tuple) else plan.replicas
+            plan = plan.replace(stages=fewer, replicas=replicas)

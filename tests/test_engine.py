@@ -178,7 +178,7 @@ def test_a_backward_or_hook_of_the_users_runs_once():
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def _oracle(model, args, rows, loss_fn):
+def oracle(model, args, rows, loss_fn):
     """Micro-batch after micro-batch, as an accumulating loop would do it."""
     start = 0
     for n in rows:
@@ -212,7 +212,7 @@ def test_every_schedule_is_bit_equal_to_accumulation(model, plan, inputs, data):
     args = tuple(x.detach() for x in data.draw(batches(inputs, least=2 * plan.micro_batches)))
     eager = copy.deepcopy(model)
     try:
-        _oracle(eager, args, sizes(len(args[0]), plan.micro_batches), of_all)
+        oracle(eager, args, sizes(len(args[0]), plan.micro_batches), of_all)
     except RuntimeError:  # in-place writes may destroy what backward needs
         assume(False)
     assume(any(p.grad is not None for p in eager.parameters()))
