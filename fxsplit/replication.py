@@ -50,9 +50,14 @@ def on_replicate(module: nn.Module, callback: Callback) -> RemovableHandle:
     return handle
 
 
+def on_replicate_of(module: nn.Module) -> Sequence[Callback]:
+    """The callbacks that `on_replicate` has registered."""
+    return tuple(module.__dict__.get(_OWN, {}).values())
+
+
 def callbacks_of(module: nn.Module) -> Sequence[Callback]:
     """All that wants to be told of the copies of this module."""
     found: list[Callback] = []
     if hasattr(module, HOOK):
         found.append(lambda copy, context, copy_id: getattr(copy, HOOK)(context, copy_id))
-    return [*found, *module.__dict__.get(_OWN, {}).values()]
+    return [*found, *on_replicate_of(module)]

@@ -299,3 +299,14 @@ def test_what_cannot_meet_is_refused():
     pipe(X.float())
     with torch.overrides.BaseTorchFunctionMode(), pytest.raises(errors.ArgumentError, match="leave the mode"):
         pipe(X.float())
+
+
+def test_a_callback_that_comes_after_the_compile_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+    pipe = fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    pipe(X.float())
+    handle = fxsplit.on_replicate(model[1], print)
+    with pytest.raises(errors.ArgumentError, match="1 got a replication callback after compile"):
+        pipe(X.float())
+    handle.remove()
+    pipe(X.float())

@@ -98,11 +98,6 @@ class DeferredNorms:
         self._layers: dict[int, _Layer] = {}
         self._lock = threading.Lock()
 
-    @classmethod
-    def of_model(cls, model: nn.Module) -> DeferredNorms:
-        """For all batch normalisation of a model."""
-        return cls(batch_counters(model))
-
     def around(self, stage: Stage, micro_batch: int) -> Norming:
         """While this thread computes a micro-batch, its batch normalisation writes to no running statistics."""
         return Norming(self, micro_batch, again=False)

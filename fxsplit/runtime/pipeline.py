@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import math
 import os
 import threading
 from collections import OrderedDict
@@ -19,31 +17,28 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import modes_in_force, tree_unflatten
+from ..compat import tree_unflatten
 from ..cost.saved import Live, measured_saved
-from ..errors import ArgumentError, BatchError, MoveError, PlanError, SerializeError
-from ..graph import bind, is_within, resolve
+from ..errors import ArgumentError, MoveError, PlanError, SerializeError
+from ..graph import bind, resolve
 from ..ir import Assignment, Program, Stage, Traced
-from ..microbatch import Merge, sizes
+from ..microbatch import Merge
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
-from ..rebind import layout, rebound, use_current
+from ..rebind import rebound
 from ..replicate.criterion import Criterion
 from ..replicate.losses import LossInParts, in_parts
-from ..replicate.meet import owners_of, rounds_of
 from ..replicate.reductions import LossFn
-from ..replicate.replicas import Replica, Replicas, plain_replicas
+from ..replicate.replicas import Replica, plain_replicas
 from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
-from ..schedules.catalog import planned_schedule
-from ..schedules.needs import dependencies, step_needs
-from ..schedules.proof import check_schedule
+from ..schedules.needs import dependencies
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
-from .batchnorm import DeferredNorms, batch_counters
+from .crew import Crew
 from .events import ActionHook
 from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
@@ -52,7 +47,7 @@ from .inside import LossInside
 from .kept import kept_by_device
 from .reentry import check_not_inside, computing_for
 from .step import call_merged, step_inside, step_outside, wants_merged
-from .syncnorm import SyncNorms
+from .watch import Watch
 
 
 class Pipeline(nn.Module):
@@ -78,13 +73,8 @@ class Pipeline(nn.Module):
     other_mode: Pipeline | None
     _lock: threading.RLock
     _serial: bool
-    _schedules: dict[int, Schedule]
-    _names: tuple[list[str], list[str]]
-    _replicas: Replicas | None
-    _meeting: dict[int, dict[int, int]]
-    _left: list[threading.Thread]
-    _equally: int
-    _seen: list[tuple[dict[str, Any], str, Any]]
+    _crew: Crew
+    _watch: Watch
     _action_hooks: OrderedDict[int, ActionHook]
 
     def __init__(
@@ -113,18 +103,8 @@ class Pipeline(nn.Module):
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(
-            _lock=lock,
-            _serial=False,
-            _schedules={},
-            _names=layout(model),
-            _seen=[],
-            _replicas=None,
-            _meeting={},
-            # The number of micro-batches is a multiple of this: copies of a module are called equally often.
-            _equally=math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s))),
-            _left=[],
-        )
+        own.update(_lock=lock, _serial=False)
+        own.update(_crew=Crew(model, plan, program), _watch=Watch(model, traced, program))
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -188,12 +168,12 @@ class Pipeline(nn.Module):
     ) -> tuple[list[list[Any]], list[torch.device]]:
         """The flat outputs of the batch, or of each micro-batch; and the devices of the micro-batches."""
         with self._lock:
-            self._use_current_modules()
+            self._watch.use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             call = self._call(chunks, parameters, grad=grad, replicas=replicas)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
-            with self._replicas_anew_after_failure(call):
+            with self._crew.anew_after_failure(call):
                 if grad:
                     tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
                         runner, *inputs, *parameters.values()
@@ -210,28 +190,10 @@ class Pipeline(nn.Module):
         grad: bool,
         replicas: Mapping[int, Sequence[Replica]] | None = None,
     ) -> Call:
-        count = len(chunks)
-        norms: DeferredNorms | None = None
+        count, crew = len(chunks), self._crew
+        crew.check_can_meet(count)
         if replicas is None:
-            replicas = self.make_replicas().now(parameters)
-        rounds = self._rounds(count)
-        if any(thread.is_alive() for thread in self._left):
-            raise ArgumentError(
-                "copies of a module still wait, since a call of the pipeline in which another one failed, and would take "
-                "what the copies of this call say to each other",
-                remedy="make the model anew; or end their wait, in the module",
-            )
-        if rounds and modes_in_force():
-            raise ArgumentError(
-                "micro-batches that meet have threads of their own, but a TorchFunctionMode or TorchDispatchMode is in force",
-                remedy="leave the mode, or call pipe.unsplit() in it",
-            )
-        if self.plan.deferred_batch_norm:
-            norms = DeferredNorms.of_model(self.model)
-        elif self.plan.sync_batch_norm and count > 1:
-            norms = SyncNorms(batch_counters(self.model), rounds)
-        if norms is not None:
-            norms.follow(self._originals(replicas))
+            replicas = crew.replicas().now(parameters)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -239,44 +201,15 @@ class Pipeline(nn.Module):
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
-            norms=norms,
-            rounds=rounds,
+            norms=crew.norms(count, replicas),
+            rounds=crew.rounds(count),
             anomaly=self.plan.detect_anomaly,
         )
-        return Call(self.program, self.schedule_for(count), chunks, parameters, how, replicas)
+        return Call(self.program, crew.schedule_for(count), chunks, parameters, how, replicas)
 
-    def make_replicas(self) -> Replicas:
-        """What the replicas of stages run; made, and their modules told of it, when first asked for."""
-        found = self._replicas or Replicas(self.model, self.program)
-        self.__dict__["_replicas"] = found
-        return found
-
-    @contextlib.contextmanager
-    def _replicas_anew_after_failure(self, call: Call) -> Iterator[None]:
-        """Copies that were talking to each other when one failed are not talked to again."""
-        try:
-            yield
-        except BaseException:
-            if call.how.rounds:
-                self.__dict__["_replicas"] = None
-                self._left.extend(call.left)
-            raise
-
-    def _rounds(self, micro_batches: int) -> dict[int, int]:
-        """Stage → how many of its micro-batches meet."""
-        if micro_batches not in self._meeting:
-            found = rounds_of(self.model, self.plan, self.program, micro_batches)
-            self._meeting[micro_batches] = found if micro_batches > 1 else {}
-        return self._meeting[micro_batches]
-
-    def _originals(self, replicas: Mapping[int, Sequence[Replica]]) -> dict[int, torch.Tensor]:
-        """Buffers of replicas that are copies → what they are copies of."""
-        return {
-            id(copy): resolve(self.model, name)
-            for row in replicas.values()
-            for replica in row
-            for name, copy in replica.buffers.items()
-        }
+    def make_replicas(self) -> None:
+        """Make what the replicas of stages run, and tell their modules of it; a call does so too."""
+        self._crew.replicas()
 
     def step(
         self,
@@ -331,7 +264,7 @@ class Pipeline(nn.Module):
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
                     return self.active._step_inside(inputs, chunks, rows, loss_of)
             with self._lock:
-                self.active._use_current_modules()
+                self.active._watch.use_current_modules()
             with buffers_as_before(written_buffers(self.active.program, self.model)):
                 return step_outside(
                     functools.partial(call_merged, self, self._lock), args, kwargs, loss_fn, target
@@ -345,7 +278,7 @@ class Pipeline(nn.Module):
         loss_of: LossInParts,
     ) -> tuple[torch.Tensor, Any]:
         with self._lock:
-            self._use_current_modules()
+            self._watch.use_current_modules()
             parameters = self._trainable()
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
@@ -353,7 +286,7 @@ class Pipeline(nn.Module):
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
             with (
                 buffers_as_before(written_buffers(self.program, self.model)),
-                self._replicas_anew_after_failure(call),
+                self._crew.anew_after_failure(call),
             ):
                 outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
@@ -386,42 +319,17 @@ class Pipeline(nn.Module):
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
         """The flat inputs of each micro-batch, and its rows."""
-        batch = self.dims.batch_size(inputs)
-        each = self._equally
-        count = min(batch or 0, self.plan.micro_batches) // each * each
-        if each > 1 and not count:
-            raise BatchError(
-                f"{'an input without rows' if batch is None else f'a batch of {batch}'} cannot be shared out evenly to "
-                f"{each} replicas, whose modules have replication callbacks and may wait for each other",
-                remedy=f"{each} rows or more, or pipe.unsplit()",
-            )
-        rows = [1] if batch is None else sizes(batch, max(count, 1))
+        rows = self._crew.rows(self.dims.batch_size(inputs))
         return self.dims.split(inputs, rows), rows
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
-        if micro_batches not in self._schedules:
-            stages = len(self.stages)
-            rounds = self._rounds(micro_batches)
-            # Where all micro-batches meet, each has a worker of its own.
-            workers = [max(count, rounds.get(s, 1)) for s, count in enumerate(self.assignment.replicas)]
-            schedule = planned_schedule(self.plan, stages, micro_batches, workers)
-            needs = step_needs(self.program, self.plan.checkpoint, rounds)
-            check_schedule(schedule, stages, micro_batches, needs, rounds)
-            self._schedules[micro_batches] = schedule
-        return self._schedules[micro_batches]
+        return self._crew.schedule_for(micro_batches)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a batch that fills every micro-batch."""
         return self.schedule_for(self.plan.micro_batches)
-
-    @functools.cached_property
-    def _inlined(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose forward is not called: it was written into the graph."""
-        whole = {str(n.target) for n in self.traced.graph.nodes if n.op == "call_module"}
-        modules = self.model.named_modules()
-        return [(path, m) for path, m in modules if not any(is_within(path, w) for w in whole)]
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
@@ -429,35 +337,6 @@ class Pipeline(nn.Module):
             fqn: resolve(self.model, fqn) for fqn in read
         }  # torch.func.functional_call puts tensors there
         return {fqn: p for fqn, p in found.items() if p.requires_grad}
-
-    def _use_current_modules(self) -> None:
-        """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors.
-
-        Raises:
-            ArgumentError: modules or ties are others than when the pipeline was compiled, or a module that was
-                inlined has got a hook.
-        """
-        for path, module in self._inlined:
-            if path and (module._forward_hooks or module._forward_pre_hooks):
-                raise ArgumentError(f"{path} got a hook after compile", remedy="compile again")
-        if self._seen and all(table.get(key) is value for table, key, value in self._seen):
-            return
-        now = layout(self.model)
-        if now != self._names:
-            before, after = [[*names[0], *names[1]] for names in (self._names, now)]
-            odd = [n for n in before if n not in after] + [n for n in after if n not in before]
-            raise ArgumentError(
-                f"the model's modules or shared parameters are others than when it was compiled, first at {odd[:1]}",
-                remedy="compile again",
-            )
-        for stage in self.program.stages:
-            use_current(stage.module, stage.paths, self.model)
-        self._seen[:] = [
-            (table, key, value)
-            for module in self.model.modules()
-            for table in (module._modules, module._parameters, module._buffers)
-            for key, value in table.items()
-        ]
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -532,7 +411,7 @@ class Pipeline(nn.Module):
         with self._lock:
             for pipe in (self, self.other_mode):
                 if pipe is not None:
-                    pipe._use_current_modules()
+                    pipe._watch.use_current_modules()
                     verify_structure(self.model, pipe.traced, pipe.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
             homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}

@@ -1,0 +1,131 @@
+"""Who plays a program: the schedule of a batch, the replicas of stages, and which micro-batches meet."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..actions import Schedule
+from ..compat import modes_in_force
+from ..errors import ArgumentError, BatchError
+from ..graph import resolve
+from ..ir import Program
+from ..microbatch import sizes
+from ..plan import Plan
+from ..replicate.meet import owners_of, rounds_of
+from ..replicate.replicas import Replica, Replicas
+from ..schedules.catalog import planned_schedule
+from ..schedules.needs import step_needs
+from ..schedules.proof import check_schedule
+from .batchnorm import DeferredNorms, batch_counters
+from .execute import Call
+from .syncnorm import SyncNorms
+
+
+class Crew:
+    """What the calls of one pipeline have in common."""
+
+    def __init__(self, model: nn.Module, plan: Plan, program: Program) -> None:
+        self._model, self._plan, self._program = model, plan, program
+        self._schedules: dict[int, Schedule] = {}
+        self._rounds: dict[int, dict[int, int]] = {}
+        self._replicas: Replicas | None = None
+        self._left: list[threading.Thread] = []
+        # The number of micro-batches is a multiple of this: copies of a module are called equally often.
+        self._equally = math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s)))
+
+    def rows(self, batch: int | None) -> list[int]:
+        """The rows of each micro-batch of a batch; a single one where there is no batch.
+
+        Raises:
+            BatchError: some of the copies of a module would be called more often than others.
+        """
+        each = self._equally
+        count = min(batch or 0, self._plan.micro_batches) // each * each
+        if each > 1 and not count:
+            raise BatchError(
+                f"{'an input without rows' if batch is None else f'a batch of {batch}'} cannot be shared out evenly to "
+                f"{each} replicas, whose modules have replication callbacks and may wait for each other",
+                remedy=f"{each} rows or more, or pipe.unsplit()",
+            )
+        return [1] if batch is None else sizes(batch, max(count, 1))
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """The schedule of a batch that is split into this many micro-batches, proven."""
+        if micro_batches not in self._schedules:
+            program, rounds = self._program, self.rounds(micro_batches)
+            # Where all micro-batches meet, each has a worker of its own.
+            workers = [max(len(s.row), rounds.get(s.index, 1)) for s in program.stages]
+            schedule = planned_schedule(self._plan, len(workers), micro_batches, workers)
+            needs = step_needs(program, self._plan.checkpoint, rounds)
+            check_schedule(schedule, len(workers), micro_batches, needs, rounds)
+            self._schedules[micro_batches] = schedule
+        return self._schedules[micro_batches]
+
+    def rounds(self, micro_batches: int) -> dict[int, int]:
+        """Stage → how many of its micro-batches meet."""
+        if micro_batches not in self._rounds:
+            found = rounds_of(self._model, self._plan, self._program, micro_batches)
+            self._rounds[micro_batches] = found if micro_batches > 1 else {}
+        return self._rounds[micro_batches]
+
+    def replicas(self) -> Replicas:
+        """What the replicas of stages run; made, and their modules told of it, when first asked for."""
+        if self._replicas is None:
+            self._replicas = Replicas(self._model, self._program)
+        return self._replicas
+
+    def check_can_meet(self, micro_batches: int) -> None:
+        """Refuse a call in which micro-batches could not wait for each other.
+
+        Raises:
+            ArgumentError: somebody else still waits, or a mode is in force.
+        """
+        if any(thread.is_alive() for thread in self._left):
+            raise ArgumentError(
+                "copies of a module still wait, since a call of the pipeline in which another one failed, and would take "
+                "what the copies of this call say to each other",
+                remedy="make the model anew; or end their wait, in the module",
+            )
+        if self.rounds(micro_batches) and modes_in_force():
+            raise ArgumentError(
+                "micro-batches that meet have threads of their own, but a TorchFunctionMode or TorchDispatchMode is in force",
+                remedy="leave the mode, or call pipe.unsplit() in it",
+            )
+
+    @contextlib.contextmanager
+    def anew_after_failure(self, call: Call) -> Iterator[None]:
+        """Copies that were talking to each other when one failed are not talked to again."""
+        try:
+            yield
+        except BaseException:
+            if call.how.rounds:
+                self._replicas = None
+                self._left += call.left
+            raise
+
+    def norms(self, micro_batches: int, replicas: Mapping[int, Sequence[Replica]]) -> DeferredNorms | None:
+        """What keeps the statistics of batch normalisation in a call, where the plan says so."""
+        counters = batch_counters(self._model)
+        if self._plan.deferred_batch_norm:
+            norms = DeferredNorms(counters)
+        elif self._plan.sync_batch_norm and micro_batches > 1:
+            norms = SyncNorms(counters, self.rounds(micro_batches))
+        else:
+            return None
+        norms.follow(self._originals(replicas))
+        return norms
+
+    def _originals(self, replicas: Mapping[int, Sequence[Replica]]) -> dict[int, torch.Tensor]:
+        """Buffers of replicas that are copies → what they are copies of."""
+        every = [replica for row in replicas.values() for replica in row]
+        return {
+            id(copy): resolve(self._model, name)
+            for replica in every
+            for name, copy in replica.buffers.items()
+        }
