@@ -231,8 +231,10 @@ def _header(
     total = sum(assignment.loads)
     share = assignment.loads[part.index] / total if total else 1 / len(assignment.loads)
     span = first if first == last else f"{first} … {last}"
+    others = list(dict.fromkeys(str(d) for d in assignment.rows[part.index] if d != devices[part.index]))
+    where = f"{devices[part.index]} (replicas on {', '.join(others)})" if others else devices[part.index]
     return (
-        f"# stage {part.index} of {len(assignment.loads)} · {devices[part.index]} · {span} · "
+        f"# stage {part.index} of {len(assignment.loads)} · {where} · {span} · "
         f"{nbytes / 1e6:.3f} MB parameters · {share:.0%} of {assignment.cost}\n"
         f"# reads {reads} · gives {gives}"
     )

@@ -81,6 +81,8 @@ class Replicas:
         self._made[stage.index, number] = rebound(stage.module, stage.paths, tree.root, moved), tree
 
     def _refresh(self) -> None:
+        if not self._trees:
+            return
         written = {id(resolve(self._model, name)) for stage in self._program.stages for name in stage.writes}
         for tree in self._trees.values():
             always = [holder._buffers[key] for other, holder, key in self._always if other is tree]

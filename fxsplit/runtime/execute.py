@@ -31,6 +31,7 @@ from .halves import can_be_halved, input_half
 from .inside import LossInside
 from .loss import check_differentiable
 from .meeting import Meetings
+from .travel import Travelling
 from .worker import play, play_serially
 
 
@@ -140,7 +141,7 @@ class Call:
         self.keep_graph = False
         self.loss: LossInside | None = None
         self.lanes = lanes_of([s.row for s in program.stages], how.rounds)
-        self.written: dict[int, dict[str, torch.Tensor]] = {}  # by the last replica that computed
+        self.written = Travelling(replicas, self.lanes)
         self.lock = threading.Lock()
         self.turns = {
             s.index: threading.Lock()
@@ -158,7 +159,7 @@ class Call:
         in_turn, _ = turns_of(self.program, self.how.checkpoint, self.how.rounds)
         needs = together(dependencies(self.program, in_turn=in_turn), self.how.rounds)
         self._play(self.schedule.half(forward=True), needs)
-        self._keep_written()
+        self.written.arrive()
         rows = []
         for i in range(len(self.chunks)):
             rows.append([self.values[v, i] if isinstance(v, str) else v[0] for v in self.program.outputs])
@@ -199,7 +200,7 @@ class Call:
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         with parameter_hooks_silenced(list(self.parameters.values())):
             self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint, self.how.rounds))
-        self._keep_written()
+        self.written.arrive()
         check_differentiable(loss.differentiable)
 
     def input_gradient(self, name: str, micro_batch: int) -> torch.Tensor | None:
@@ -284,7 +285,9 @@ class Call:
                 recomputation(self._is_recomputed(i), norms_again),
                 transfers_cut(self.lanes.move) as crossings,
                 norms,
-                self._buffers_of(stage, i),
+                self.written.carried(stage, i)
+                if stage.index not in self.how.rounds
+                else contextlib.nullcontext(),
             ):
                 if self.how.anomaly is None:
                     result = replica.module(*inputs.values())
@@ -469,32 +472,6 @@ class Call:
 
     def _device(self, action: Action) -> torch.device:
         return self._replica(action).device
-
-    @contextlib.contextmanager
-    def _buffers_of(self, stage: Stage, micro_batch: int) -> Iterator[None]:
-        """What a stage writes goes from replica to replica with the micro-batches, if each has buffers of its own.
-
-        Through ``.data``: as the kernels that write running statistics, without a trace in the version counter.
-        """
-        if stage.index in self.how.rounds:  # they write to none
-            yield
-            return
-        row, before = self.replicas[stage.index], self.written.get(stage.index, {})
-        replica = row[micro_batch % len(row)]
-        self.lanes.uses(stage.index, micro_batch, before.values())
-        for name, value in before.items():
-            replica.buffers[name].data.copy_(self.lanes.move(value, replica.device))
-        yield
-        if replica.buffers:
-            self.written[stage.index] = {name: b.detach().clone() for name, b in replica.buffers.items()}
-
-    def _keep_written(self) -> None:
-        """The model's own buffers have what the last replica wrote."""
-        for stage, written in self.written.items():
-            for name, value in written.items():
-                buffer = self.replicas[stage][0].buffers[name]
-                buffer.data.copy_(value)
-        self.written.clear()
 
     # -- circumstances -------------------------------------------------------------------------------------------
 

@@ -266,6 +266,7 @@ def test_replication_callbacks():
 def test_what_is_shown():
     pipe = fxsplit.compile(net(), Plan(cut=["b"], devices=[["cpu", "sim:1"], "sim:2"]), example_args=(X,))
     assert "cpu, sim:1" in pipe.report()
+    assert pipe[0].code.startswith("# stage 0 of 2 · cpu (replicas on sim:1) · ")
     assert {str(d) for d in pipe.memory()} == {"cpu", "sim:1", "sim:2"}
     assert "same-graph: holds" in pipe.verify()
     assert isinstance(pipe(X), torch.Tensor)
