@@ -238,7 +238,14 @@ SCHEDULES = ["gpipe", "1f1b", "zb_h1"]
 
 @GPU
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("devices", [["cuda:0"] * 4, ["cpu", "cuda:0", "cpu", "cuda:0"]])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ["cuda:0"] * 4,
+        ["cpu", "cuda:0", "cpu", "cuda:0"],
+        [["cuda:0", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0"]],
+    ],
+)
 def test_on_a_gpu(schedule, devices):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
@@ -259,3 +266,21 @@ def test_on_a_gpu(schedule, devices):
 @GPU
 def test_streams_are_in_force():
     assert isinstance(lanes_of([[torch.device("cuda")]]), CudaLanes)
+
+
+@GPU
+@pytest.mark.parametrize("row", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0"]])
+def test_batches_are_normalised_together_on_a_gpu(row):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).double()
+    eager, x = copy.deepcopy(model), torch.randn(24, 16).double()
+    plan = fxsplit.Plan(devices=[row], micro_batches=4, sync_batch_norm=True)
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    for _ in range(10):
+        model.zero_grad(), eager.zero_grad()
+        pipe(x).square().mean().backward()
+        eager(x).square().mean().backward()
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-9, atol=1e-12)
+    for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-9, atol=1e-12)
