@@ -310,3 +310,12 @@ def test_a_callback_that_comes_after_the_compile_is_noticed():
         pipe(X.float())
     handle.remove()
     pipe(X.float())
+
+
+def test_a_model_that_wants_to_be_told_itself_has_to_be_a_child():
+    model = Told([])
+    with pytest.raises(errors.ModelError, match=r"Told itself has a replication callback"):
+        fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    pipe = fxsplit.compile(nn.Sequential(model), Plan(replicas=2), example_args=(X.float(),))
+    assert [copy_id for _, _, copy_id in model.log] == [0, 1]
+    torch.testing.assert_close(pipe(X.float()), model(X.float()))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..errors import PlanError
+from ..errors import ModelError, PlanError
 from ..graph import is_within, region_modules, resolve
 from ..ir import Program, Stage
 from ..plan import Plan
@@ -63,7 +63,14 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
 
     Raises:
         PlanError: names the stage, and what in it is in the way.
+        ModelError: the model itself wants to be told of its copies.
     """
+    if callbacks_of(model):
+        raise ModelError(
+            f"{type(model).__name__} itself has a replication callback, but is cut into stages, and so has no copies that "
+            "could be told",
+            remedy="compile nn.Sequential(model): as a child it stays whole; or move the callback to a child",
+        )
     rounds = rounds_of(model, plan, program, plan.micro_batches)
     for stage in program.stages:
         owners = owners_of(model, stage)
