@@ -167,6 +167,7 @@ PLANS = {
     "interleaved": {"stages": 3, "micro_batches": 4, "schedule": "interleaved_1f1b", "workers": 2},
     "replicas": {"stages": 2, "micro_batches": 4, "replicas": 2},
     "uneven replicas": {"stages": 2, "micro_batches": 4, "replicas": [2, 1], "checkpoint": "always"},
+    "parts": {"stages": 2, "micro_batches": 3, "gather": False},
 }
 
 
@@ -180,9 +181,10 @@ def trains_with(rank, options, fields):
     return trains(rank, {"stages": 2, "micro_batches": 3, **fields}, **options)
 
 
-@pytest.mark.parametrize("gather", [True])
+@pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
 def test_options_of_ddp(pair, option, gather):
+    """Parts too: it has to find the tensors in a `Scattered`, or takes every parameter for unused."""
     pair(trains_with, {option: True}, {"gather": gather})
 
 
