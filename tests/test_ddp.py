@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import distributed, multiprocessing, nn
 
 import fxsplit
-from fxsplit import Plan
+from fxsplit import Plan, errors
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="torch without gloo"
@@ -287,3 +287,40 @@ def unused(rank):
 
 def test_unused_parameters(pair):
     pair(unused)
+
+
+# What goes past it ----------------------------------------------------------------------------------------------------
+
+
+def steps(rank, schedule):
+    model = net(rank)
+    twin = copy.deepcopy(model)
+    pipe = fxsplit.compile(
+        model, Plan(stages=2, micro_batches=4, schedule=schedule), example_args=(batch(0)[0],)
+    )
+    x, target = batch(rank)
+    pipe.step(x, target=target, loss_fn=F.mse_loss)  # nobody reduces: a process on its own
+    ddp, other = wrap(pipe), wrap(twin)
+    model.zero_grad()
+    message = ""
+    try:
+        pipe.step(x, target=target, loss_fn=F.mse_loss)
+    except errors.ArgumentError as error:
+        message = str(error)
+    assert all(p.grad is None for p in model.parameters())
+    with ddp.no_sync():
+        pipe.step(x, target=target, loss_fn=F.mse_loss)
+    for p in model.parameters():
+        distributed.all_reduce(p.grad)
+        p.grad /= distributed.get_world_size()
+    F.mse_loss(other(x), target).backward()
+    assert_same(model, twin)
+    del ddp, other
+    pipe.step(x, target=target, loss_fn=F.mse_loss)  # no wrapper is left
+    return message
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_that_would_not_be_reduced_is_refused(pair, schedule):
+    for message in pair(steps, schedule):
+        assert "would not reduce" in message and "loss_fn(ddp(x), target).backward()" in message

@@ -44,6 +44,7 @@ from ..schedules.proof import check_schedule
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
 from .batchnorm import DeferredNorms, batch_counters
+from .ddp import Reducers
 from .events import ActionHook
 from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
@@ -86,6 +87,7 @@ class Pipeline(nn.Module):
     _equally: int
     _seen: list[tuple[dict[str, Any], str, Any]]
     _action_hooks: OrderedDict[int, ActionHook]
+    _reducers: Reducers
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class Pipeline(nn.Module):
             # The number of micro-batches is a multiple of this: copies of a module are called equally often.
             _equally=math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s))),
             _left=[],
+            _reducers=Reducers(),
         )
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
@@ -303,7 +306,8 @@ class Pipeline(nn.Module):
             The loss, detached; 0-dim.
 
         Raises:
-            ArgumentError: the loss is not a single number, or its reduction is not known.
+            ArgumentError: the loss is not a single number, or its reduction is not known; or
+                `DistributedDataParallel` would not reduce the gradients.
             ArgumentError, BatchError: as a call.
         """
         loss, _ = self.step_with_output(*args, loss_fn=loss_fn, target=target, reduction=reduction, **kwargs)
@@ -319,6 +323,7 @@ class Pipeline(nn.Module):
     ) -> tuple[torch.Tensor, Any]:
         """As `step`; returns the loss and the output of the whole batch, detached: for metrics and logs."""
         with torch.enable_grad():
+            self._reducers.check(self._trainable().values())
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
