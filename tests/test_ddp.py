@@ -324,3 +324,20 @@ def steps(rank, schedule):
 def test_a_step_that_would_not_be_reduced_is_refused(pair, schedule):
     for message in pair(steps, schedule):
         assert "would not reduce" in message and "loss_fn(ddp(x), target).backward()" in message
+
+
+def wrapped_inside(rank):
+    messages = []
+    for model in (wrap(net(rank)), nn.Sequential(nn.Linear(4, 4).double(), wrap(net(rank)))):
+        try:
+            fxsplit.compile(model, Plan(stages=2), example_args=(batch(0)[0],))
+        except errors.ModelError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ddp_inside_of_a_pipeline_is_refused(pair):
+    """Its forward broadcasts buffers: from stages in threads in any order, which ends the process."""
+    for whole, child in pair(wrapped_inside):
+        assert "is a DistributedDataParallel" in whole and "has '1', which is" in child
+        assert "wrap the pipeline" in whole
