@@ -1,4 +1,4 @@
-"""Training steps of one model for runtime.py: eager, fxsplit, and its peers where they are installed.
+"""Training steps of one model for runtime.py and replicas.py: eager, fxsplit, and its peers where they are installed.
 
 Each variant has a copy of the model of its own. One step is forward, mean squared error and backward of one batch.
 """
@@ -6,6 +6,7 @@ Each variant has a copy of the model of its own. One step is forward, mean squar
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import multiprocessing
 import tempfile
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import fxsplit
 
@@ -61,6 +62,7 @@ class Variant:
         threads: intra-op threads of the calling thread; fxsplit shares them out to its workers.
         base: the variant that it is compared with.
         model: what has the gradients, unless other processes have it.
+        pipe: fxsplit's.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Variant:
     threads: int = 1
     base: str = "eager"
     model: nn.Module | None = None
+    pipe: fxsplit.Pipeline | None = None
 
 
 def on_model(name, model, step, **more):
@@ -106,13 +109,14 @@ def split(task, name, *, serial=False, base="eager", **plan):
     model = copy.deepcopy(task.model)
     pipe = fxsplit.compile(model, fxsplit.Plan(**plan), example_args=(task.x,))
     pipe._serial = serial
-    workers = 1 if serial or plan["micro_batches"] == 1 else len(pipe)
+    workers = 1 if serial or pipe.plan.micro_batches == 1 else len(pipe.schedule.workers)
     return on_model(
         name,
         model,
         lambda: pipe.step(task.x, target=task.target, loss_fn=loss_of),
         threads=workers,
         base=base,
+        pipe=pipe,
     )
 
 
@@ -140,22 +144,26 @@ def installed_peers(task, libraries=tuple(LIBRARIES), **options):
     return found
 
 
-# torch.distributed.pipelining: a process for each stage ---------------------------------------------------------------
+# torch.distributed: two processes -------------------------------------------------------------------------------------
 
 SCHEDULES = {"pipelining GPipe": "ScheduleGPipe", "pipelining 1F1B": "Schedule1F1B"}
 
 
 class Processes:
-    """Two processes over gloo, one intra-op thread each; they block on a pipe between steps."""
+    """Two processes over gloo, one intra-op thread each; they block on a pipe between steps.
 
-    def __init__(self, task):
+    Args:
+        work: ``work(rank, folder, pipe)``, which answers what it is asked.
+    """
+
+    def __init__(self, task, work):
         self.folder = tempfile.TemporaryDirectory()
         torch.save(task, Path(self.folder.name) / "task")
         context = multiprocessing.get_context("spawn")
         self.pipes, self.children = [], []
         for rank in range(2):
             here, there = context.Pipe()
-            child = context.Process(target=_stage_process, args=(rank, self.folder.name, there), daemon=True)
+            child = context.Process(target=work, args=(rank, self.folder.name, there), daemon=True)
             child.start()
             there.close()
             self.pipes.append(here)
@@ -167,17 +175,14 @@ class Processes:
             pipe.send(words)
         return [pipe.recv() for pipe in self.pipes]
 
-    def variants(self):
-        """One for each schedule."""
-        return [
-            Variant(
-                name,
-                lambda n=name: self.ask("step", n),
-                lambda n=name: [torch.from_numpy(g) for part in self.ask("gradients", n) for g in part],
-                lambda n=name: self.ask("clear", n),
-            )
-            for name in SCHEDULES
-        ]
+    def variant(self, name, gradients):
+        """One way to do a step; `gradients` makes those of the model of what both ranks answer."""
+        return Variant(
+            name,
+            lambda: self.ask("step", name),
+            lambda: [torch.from_numpy(g) for g in gradients(self.ask("gradients", name))],
+            lambda: self.ask("clear", name),
+        )
 
     def close(self):
         """End both."""
@@ -188,29 +193,77 @@ class Processes:
         self.folder.cleanup()
 
 
+def stages(task):
+    """torch.distributed.pipelining, a process for each stage: the processes, and a variant for each schedule."""
+    processes = Processes(task, _stage_process)
+    return processes, [
+        processes.variant(name, lambda answers: [g for part in answers for g in part]) for name in SCHEDULES
+    ]
+
+
+def replicas(task, names):
+    """DistributedDataParallel, half of the batch in each process: the processes, and a variant for each of `names`.
+
+    Args:
+        names: name → its options.
+    """
+    processes = Processes(task, functools.partial(_replica_process, names))
+    return processes, [processes.variant(name, agreed) for name in names]
+
+
+def agreed(answers):
+    """The gradients of one rank.
+
+    Raises:
+        AssertionError: the other rank has others.
+    """
+    first, second = answers
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+    return first
+
+
 def _stage_process(rank, folder, pipe):
-    """One rank: what `Processes` asks for, until the end."""
-    from torch import distributed
+    """One rank, with its half of the model."""
     from torch.distributed import pipelining
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    task = torch.load(Path(folder) / "task", weights_only=False)
+    task = _join(rank, folder)
     half = len(task.model) // 2
-    modules, schedules = {}, {}
+    modules, steps = {}, {}
     for name, schedule in SCHEDULES.items():
         modules[name] = copy.deepcopy(task.model[half * rank : half * (rank + 1)])
         stage = pipelining.PipelineStage(modules[name], rank, 2, torch.device("cpu"))
-        schedules[name] = getattr(pipelining, schedule)(stage, n_microbatches=8, loss_fn=loss_of)
+        play = getattr(pipelining, schedule)(stage, n_microbatches=8, loss_fn=loss_of).step
+        given = {"target": task.target, "return_outputs": False}
+        steps[name] = functools.partial(play, **given) if rank else functools.partial(play, task.x)
+    _serve(pipe, modules, steps)
+
+
+def _replica_process(names, rank, folder, pipe):
+    """One rank, with its half of the batch."""
+    task = _join(rank, folder)
+    x, target = task.x.chunk(2)[rank], task.target.chunk(2)[rank]
+    modules = {
+        name: nn.parallel.DistributedDataParallel(copy.deepcopy(task.model), **options)
+        for name, options in names.items()
+    }
+    steps = {name: lambda m=module: loss_of(m(x), target).backward() for name, module in modules.items()}
+    _serve(pipe, modules, steps)
+
+
+def _join(rank, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    return torch.load(Path(folder) / "task", weights_only=False)
+
+
+def _serve(pipe, modules, steps):
+    """Answer what `Processes` asks for, until the end."""
     while True:
         what, name = pipe.recv()
         if what == "end":
             break
         if what == "step":
-            if rank == 0:
-                schedules[name].step(task.x)
-            else:
-                schedules[name].step(target=task.target, return_outputs=False)
+            steps[name]()
         parameters = list(modules[name].parameters()) if name else []
         if what == "clear":
             for parameter in parameters:

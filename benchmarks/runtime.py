@@ -46,11 +46,11 @@ import weakref
 import torch
 from peers import (
     LIBRARIES,
-    Processes,
     eager,
     installed_peers,
     small_operations,
     split,
+    stages,
     threaded_peer,
     transformer,
 )
@@ -142,7 +142,7 @@ def ratio_table(variants, found):
 def speed(options):
     """2 stages and 8 micro-batches, and the peers."""
     task = transformer(options.layers)
-    processes = Processes(task)
+    processes, pipelining = stages(task)
     try:
         variants = [
             eager(task),
@@ -152,7 +152,7 @@ def speed(options):
                 for schedule in ("gpipe", "1f1b")
             ),
             *installed_peers(task),
-            *processes.variants(),
+            *pipelining,
         ]
         ratio_table(variants, measure(variants, options.rounds or 15))
     finally:
@@ -382,18 +382,28 @@ def arguments():
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run one of the parts."""
-    options = arguments()
+def with_allocator():
+    """Begin the process again with `ALLOCATOR`, unless it has it."""
     if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+
+
+def print_environment():
+    """What the figures were taken with."""
+    settings = " ".join(f"{name}={value}" for name, value in ALLOCATOR.items())
+    print(f"environment: torch {torch.__version__}, {os.cpu_count()} cores, {settings}", flush=True)
+
+
+def main() -> None:
+    """Run one of the parts."""
+    options = arguments()
+    with_allocator()
     if getattr(options, "one", None):
         bytes_of(*options.one, options.steps)
     else:
-        settings = " ".join(f"{name}={value}" for name, value in ALLOCATOR.items())
-        print(f"environment: torch {torch.__version__}, {os.cpu_count()} cores, {settings}", flush=True)
+        print_environment()
         PARTS[options.part](options)
     gc.collect()  # fairscale's pipe waits for its threads in __del__: forever, if the interpreter is ending
 

@@ -142,6 +142,13 @@ def tree_unflatten(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     return _pytree.tree_unflatten(list(leaves), spec)
 
 
+def register_pytree(
+    cls: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[Iterable[Any], Any], Any]
+) -> None:
+    """Let torch look into values of a class of ours."""
+    _pytree.register_pytree_node(cls, flatten, unflatten)  # torch 2.13
+
+
 def spec_to_text(spec: TreeSpec) -> str:
     """A structure as JSON text."""
     for kind in classes_in(spec):

@@ -127,3 +127,18 @@ def test_readme_commands_are_those_of_ci():
     ci = (ROOT / ".ci" / "run").read_text()
     assert len(commands) >= 2
     assert "README.md" in ci
+
+
+def test_blocks_for_those_who_come_from_another_system_run():
+    """In each section a block of theirs, which begins with a comment that says whose it is, and then blocks of ours."""
+    text = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    namespace = {"__name__": "coming_from"}
+    for number, section in enumerate(text.split("\n## ")):
+        blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        theirs = [block for block in blocks if block.startswith("# with ")]
+        assert len(blocks) > len(theirs) >= (number > 0), section[:40]
+        assert number == 0 or ("\n| " in section and blocks[0] in theirs), section[:40]
+        for block in blocks:
+            code = compile(block, f"coming_from, section {number}", "exec")
+            if block not in theirs:
+                exec(code, namespace)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 
-from ..compat import TreeSpec, tree_unflatten
+from ..compat import TreeSpec, register_pytree, tree_unflatten
 from ..microbatch import Merge, together
 
 
+# DistributedDataParallel looks for the tensors in an output by dataclass (find_unused_parameters), and hands them on by
+# pytree (static_graph): what it does not find, it takes for unused, or does not reduce.
+@dataclass(init=False, eq=False, repr=False)
 class Scattered:
     """What ``pipe(x)`` gives with ``Plan(gather=False)``: the model's output for each micro-batch, in order.
 
@@ -98,3 +102,15 @@ class Scattered:
         shown = [f"{n} row{'s' * (n != 1)} on {d}" for n, d in zip(self.sizes, self.devices, strict=True)]
         count = "1 part" if len(self) == 1 else f"{len(self)} parts"
         return f"Scattered({count}: {', '.join(shown if self.has_batch else map(str, self.devices))})"
+
+
+def _flatten(value: Scattered) -> tuple[list[Any], Any]:
+    sizes = value.sizes if value.has_batch else None
+    return value._leaves, (value._spec, sizes, value.devices, value._merges)
+
+
+def _unflatten(rows: Iterable[Any], kept: Any) -> Scattered:
+    return Scattered(list(rows), *kept)
+
+
+register_pytree(Scattered, _flatten, _unflatten)

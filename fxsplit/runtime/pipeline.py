@@ -39,6 +39,7 @@ from ..schedules.needs import dependencies
 from ..schedules.simulate import staircase
 from .autograd import PipelineFunction
 from .crew import Crew
+from .ddp import Reducers
 from .events import ActionHook
 from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
@@ -76,6 +77,7 @@ class Pipeline(nn.Module):
     _crew: Crew
     _watch: Watch
     _action_hooks: OrderedDict[int, ActionHook]
+    _reducers: Reducers
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Pipeline(nn.Module):
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False)
+        own.update(_lock=lock, _serial=False, _reducers=Reducers())
         own.update(_crew=Crew(model, plan, program), _watch=Watch(model, traced, program))
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
@@ -236,7 +238,8 @@ class Pipeline(nn.Module):
             The loss, detached; 0-dim.
 
         Raises:
-            ArgumentError: the loss is not a single number, or its reduction is not known.
+            ArgumentError: the loss is not a single number, or its reduction is not known; or
+                `DistributedDataParallel` would not reduce the gradients.
             ArgumentError, BatchError: as a call.
         """
         loss, _ = self.step_with_output(*args, loss_fn=loss_fn, target=target, reduction=reduction, **kwargs)
@@ -252,6 +255,7 @@ class Pipeline(nn.Module):
     ) -> tuple[torch.Tensor, Any]:
         """As `step`; returns the loss and the output of the whole batch, detached: for metrics and logs."""
         with torch.enable_grad():
+            self._reducers.check(self.model)
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:

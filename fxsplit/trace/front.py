@@ -233,6 +233,12 @@ def _refuse_root(model: nn.Module) -> None:
         what, instead = "is a pipeline already", "compile pipe.unsplit()"
     elif hasattr(model, "_orig_mod"):
         what, instead = "was made by torch.compile", "compile the module that was given to torch.compile"
+    elif (wrapped := _wrapped_by_ddp(model)) is not None:
+        what, instead = (
+            ("is" if not wrapped else f"has {wrapped!r}, which is")
+            + " a DistributedDataParallel: its forward talks to other processes, which stages in threads would do in any order",
+            "compile without it, and wrap the pipeline: DistributedDataParallel(fxsplit.compile(...))",
+        )
     elif isinstance(model, torch.jit.ScriptModule):
         what, instead = (
             "is a ScriptModule, which cannot be looked into",
@@ -244,6 +250,14 @@ def _refuse_root(model: nn.Module) -> None:
         what, instead = "has lazy parameters that are not initialised yet", "run it once, then compile"
     if what is not None:
         raise ModelError(f"the model ({kind}) {what}", remedy=instead)
+
+
+def _wrapped_by_ddp(model: nn.Module) -> str | None:
+    """The path of a module that reduces its gradients over processes; empty for the model itself."""
+    if not torch.distributed.is_available():
+        return None
+    wrapper = nn.parallel.DistributedDataParallel
+    return next((path for path, module in model.named_modules() if isinstance(module, wrapper)), None)
 
 
 def _read_latest_names(graph: fx.Graph, facts: Mapping[str, NodeFacts]) -> bool:
