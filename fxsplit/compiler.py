@@ -80,10 +80,12 @@ def compile(
         pipe = _pipeline(model, traced, plan, inputs)
         if check:
             _verify_split(pipe, inputs)
-        pipe.active.make_replicas()
+        replicas = pipe.active.make_replicas()
         for placed in (pipe, pipe.other_mode):
             if placed is not None:
                 place(model, placed.program)
+        replicas.refresh()
+        replicas.tell()
         return pipe
 
 

@@ -288,7 +288,7 @@ class Stage:
         nodes: names of the traced nodes that it computes, in program order.
         parameters: FQNs of the parameters that it reads.
         writes: FQNs of the buffers that it writes.
-        stateful: whether it changes anything else that outlives a call.
+        changes: module paths of its nodes that change anything else that outlives a call.
         random: whether it draws from the random number generator.
         rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
         modules: first and last module path of its nodes, for people.
@@ -304,12 +304,17 @@ class Stage:
     nodes: tuple[str, ...]
     parameters: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    stateful: bool = False
+    changes: tuple[str, ...] = ()
     random: bool = False
     rng_state: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""
     row: tuple[torch.device, ...] = ()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it changes anything that outlives a call, beside buffers."""
+        return bool(self.changes)
 
     @property
     def is_apart(self) -> bool:

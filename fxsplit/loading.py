@@ -71,6 +71,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | Mapping[str, torch.T
     for placed in (pipe, pipe.other_mode):
         if placed is not None:
             place(own, placed.program)
+    pipe.active.make_replicas().tell()
     return pipe
 
 

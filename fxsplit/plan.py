@@ -515,6 +515,11 @@ class Plan:
                 raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
         if self.micro_batches == self._enough_micro_batches():  # by default: it follows the replicas
             changes = {"micro_batches": None, **changes}
+        rows = isinstance(self.devices, tuple) and any(isinstance(row, tuple) for row in self.devices)
+        if rows and isinstance(
+            changes.get("devices"), list | tuple
+        ):  # the old rows said how many replicas there are
+            changes = {"replicas": 1, **changes}
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

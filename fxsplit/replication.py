@@ -58,6 +58,8 @@ def on_replicate_of(module: nn.Module) -> Sequence[Callback]:
 def callbacks_of(module: nn.Module) -> Sequence[Callback]:
     """All that wants to be told of the copies of this module."""
     found: list[Callback] = []
-    if hasattr(module, HOOK):
+    if (
+        hasattr(type(module), HOOK) or HOOK in module.__dict__
+    ):  # not what __getattr__ finds in a module inside
         found.append(lambda copy, context, copy_id: getattr(copy, HOOK)(context, copy_id))
     return [*found, *on_replicate_of(module)]

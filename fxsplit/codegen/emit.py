@@ -59,7 +59,7 @@ def generate(
             nodes=tuple(n.name for n in part.nodes),
             parameters=parameters,
             writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),
-            stateful=any(fact.stateful for fact in facts),
+            changes=tuple(dict.fromkeys(fact.module_path for fact in facts if fact.stateful)),
             random=any(fact.random for fact in facts),
             rng_state=any(fact.rng_state for fact in facts),
             modules=modules,

@@ -34,6 +34,14 @@ def owners_of(model: nn.Module, stage: Stage) -> dict[str, nn.Module]:
     return {path: module for path, module in modules_of(model, stage) if callbacks_of(module)}
 
 
+def copied_modules(model: nn.Module) -> set[int]:
+    """Ids of the modules that have copies because they want to be told: they, what is in them, and what they are in."""
+    owners = [m for m in model.modules() if callbacks_of(m)]
+    inside = {id(m) for owner in owners for m in owner.modules()}
+    around = {id(m) for m in model.modules() if any(id(part) in inside for part in m.modules())}
+    return inside | around
+
+
 def _normalises(model: nn.Module, stage: Stage) -> bool:
     """Whether a stage may normalise batches: by a layer, by the function, or in a module that is not looked into."""
     for _, module in modules_of(model, stage):
@@ -72,6 +80,7 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
             remedy="compile nn.Sequential(model): as a child it stays whole; or move the callback to a child",
         )
     rounds = rounds_of(model, plan, program, plan.micro_batches)
+    _check_owners(model, program)
     for stage in program.stages:
         owners = owners_of(model, stage)
         owner, count = next(iter(owners), ""), len(stage.row)
@@ -88,12 +97,13 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
                 f"has a replication callback and {count} copies",
                 remedy=f"micro_batches={count}, or cut the module off into a stage of its own",
             )
-        if stage.stateful and not owner and (stage.is_apart or stage.index in rounds):
+        changing = [p for p in stage.changes if not any(is_within(p, path) for path in owners)]
+        if changing and (stage.is_apart or stage.index in rounds):
             raise PlanError(
-                f"stage {stage.index} ({stage.modules[0] or 'the model'} …) changes attributes that are no tensors, and "
+                f"stage {stage.index} changes attributes that are no tensors, in {changing[0] or 'the model'!r}, and "
                 + ("its replicas on several devices" if stage.is_apart else "its micro-batches, which meet,")
                 + " would each change their own",
-                remedy="replicas on one device" if stage.is_apart else "deferred_batch_norm=True",
+                remedy="replicas on one device" if stage.is_apart else "cut= the two apart",
             )
         own = [name for name in stage.writes if not any(is_within(name, path) for path in owners)]
         if plan.sync_batch_norm or plan.deferred_batch_norm:
@@ -106,4 +116,27 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
                 remedy="deferred_batch_norm=True, or cut= the two apart"
                 if own[0].rpartition(".")[2] in _NORM_BUFFERS
                 else "cut= the two apart",
+            )
+
+
+def _check_owners(model: nn.Module, program: Program) -> None:
+    """Every copy is called by one replica of one stage, or there is nothing to tell it."""
+    called: dict[int, list[Stage]] = {}
+    for stage in program.stages:
+        for module in owners_of(model, stage).values():
+            called.setdefault(id(module), []).append(stage)
+    for path, module in model.named_modules():
+        stages = called.get(id(module), [])
+        if len(stages) > 1 and any(len(stage.row) > 1 for stage in stages):
+            raise PlanError(
+                f"{path!r} has a replication callback, and is called in stages {', '.join(str(s.index) for s in stages)}: "
+                "its copies would talk to each other in both at once",
+                remedy="replicas=1 for these stages, or one stage for both calls",
+            )
+        read = [*(p for s in program.stages for p in (*s.parameters, *s.paths.values()))]
+        if path and not stages and callbacks_of(module) and any(is_within(name, path) for name in read):
+            raise ModelError(
+                f"{path!r} has a replication callback, but only its parts are used and its forward is not called, so it "
+                "has no copies that could be told",
+                remedy="the callback on a module that is called, such as its children",
             )

@@ -14,7 +14,7 @@ from ..place import tensors_of
 from ..rebind import rebound, use_current
 from ..replication import ReplicationContext, callbacks_of
 from .copies import Tree
-from .meet import owners_of
+from .meet import copied_modules, owners_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,80 +37,107 @@ def plain_replicas(program: Program) -> dict[int, Sequence[Replica]]:
     return {stage.index: [Replica(stage.module, stage.device)] for stage in program.stages}
 
 
-class Replicas:
-    """Made once, for all calls of a pipeline; callbacks are called then, the master's first.
+class Company:
+    """What the pipelines of one model, that of train() and that of eval(), have in common: its copies.
 
-    Replicas on the device of the parameters share the model's modules, unless those want to be told: then each replica,
-    the first too, has modules of its own, so that the model is left as it is.
-
-    Raises:
-        BaseException: what a callback raised, with a note that names its module and the copy.
+    Attributes:
+        trees: number, device, and whether that is another device than the parameters' → the modules of such a replica.
+        generation: how often the copies have been given up.
     """
 
-    def __init__(self, model: nn.Module, program: Program) -> None:
-        self._model, self._program = model, program
-        self._trees: dict[tuple[int, torch.device], Tree] = {}
+    def __init__(self) -> None:
+        self.trees: dict[tuple[int, torch.device, bool], Tree] = {}
+        self.contexts: dict[int, ReplicationContext] = {}
+        self.told: set[tuple[int, int]] = set()
+        self.generation = 0
+
+    def give_up(self) -> None:
+        """The next call makes copies anew, and they are told anew."""
+        self.trees.clear()
+        self.contexts.clear()
+        self.told.clear()
+        self.generation += 1
+
+    def is_current(self) -> bool:
+        """Whether the model has the modules that it had when the copies were made."""
+        return all(tree.is_current() for tree in self.trees.values())
+
+
+class Replicas:
+    """What the replicas of a pipeline's stages run, made once for all its calls.
+
+    Replicas on the device of the parameters share the model's modules, but for those that want to be told: of these each
+    replica, the first too, has copies of its own, so that the model is left as it is.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, company: Company) -> None:
+        self._model, self._program, self._company = model, program, company
         self._made: dict[tuple[int, int], tuple[fx.GraphModule, Tree]] = {}
         self._owners = {s.index: owners_of(model, s) for s in program.stages}
         self._always: list[tuple[Tree, nn.Module, str]] = []
+        self._inside = {id(m) for owned in self._owners.values() for o in owned.values() for m in o.modules()}
         for stage in program.stages:
             for number, device in enumerate(stage.row):
                 if self._owners[stage.index] or device != stage.device:
                     self._make(stage, number, device)
-        self._refresh()
-        self._tell()
-
-    @property
-    def own_modules(self) -> bool:
-        """Whether any replica has modules of its own."""
-        return bool(self._made)
+        self.refresh()
 
     def _make(self, stage: Stage, number: int, device: torch.device) -> None:
-        tree = self._trees.get((number, device)) or Tree(self._model, device)
-        self._trees[number, device] = tree
-        inside = [id(m) for owner in self._owners[stage.index].values() for m in owner.modules()]
+        apart = device != stage.device
+        tree = self._tree(number, device, apart)
         for holder, kind, key in tensors_of(self._model, stage):
-            elsewhere = device != stage.device
-            # Buffers of such a module are the master's; another copy writes to buffers of its own.
-            its_own = kind == "_buffers" and number > 0 and id(holder) in inside
-            if elsewhere or its_own:
+            # Buffers of a module that wants to be told are the master's; another copy writes to buffers of its own.
+            its_own = kind == "_buffers" and number > 0 and id(holder) in self._inside
+            if apart or its_own:
                 tree.put_apart(holder, kind, key)
-            if kind == "_buffers" and (its_own or elsewhere):
-                self._always.append((tree, holder, key))
-        moved = (stage.device, device) if device != stage.device else None
+                if kind == "_buffers":
+                    self._always.append((tree, holder, key))
+        moved = (stage.device, device) if apart else None
         self._made[stage.index, number] = rebound(stage.module, stage.paths, tree.root, moved), tree
 
-    def _refresh(self) -> None:
-        if not self._trees:
+    def _tree(self, number: int, device: torch.device, apart: bool) -> Tree:
+        trees, key = self._company.trees, (number, device, apart)
+        if key not in trees:
+            among = None if apart else copied_modules(self._model)
+            trees[key] = Tree(self._model, device, among)
+        return trees[key]
+
+    def refresh(self) -> None:
+        """Let copies be what the model is now."""
+        if not self._made:
             return
         written = {id(resolve(self._model, name)) for stage in self._program.stages for name in stage.writes}
-        for tree in self._trees.values():
+        for tree in dict.fromkeys(tree for _, tree in self._made.values()):
             always = [holder._buffers[key] for other, holder, key in self._always if other is tree]
             tree.refresh([t for t in always if t is not None and id(t) in written])
         for (index, _), (module, tree) in self._made.items():
             use_current(module, self._program.stages[index].paths, tree.root)
 
-    def _tell(self) -> None:
-        contexts: dict[int, ReplicationContext] = {}
-        told: set[tuple[int, int]] = set()
+    def tell(self) -> None:
+        """Call the callbacks of copies that have not been told yet, those of the master first.
+
+        Raises:
+            BaseException: what a callback raised, with a note that names its module and the copy.
+        """
         most = max((len(stage.row) for stage in self._program.stages), default=0)
         for number in range(most):
             for stage in self._program.stages:
-                if (stage.index, number) not in self._made:
-                    continue
-                _, tree = self._made[stage.index, number]
-                for path, module in self._owners[stage.index].items():
-                    copy = tree.counterpart(module)
-                    if (id(copy), number) in told:
-                        continue
-                    told.add((id(copy), number))
-                    context = contexts.setdefault(id(module), ReplicationContext())
-                    for callback in callbacks_of(module):
-                        try:
-                            callback(copy, context, number)
-                        except BaseException as error:
-                            error.add_note(f"fxsplit: in the replication callback of {path}, copy {number}")
-                            raise
+                if (stage.index, number) in self._made:
+                    _, tree = self._made[stage.index, number]
+                    for path, module in self._owners[stage.index].items():
+                        self._tell(path, module, tree.counterpart(module), number)
+
+    def _tell(self, path: str, module: nn.Module, copy: nn.Module, number: int) -> None:
+        if (id(copy), number) in self._company.told:
+            return
+        self._company.told.add((id(copy), number))
+        context = self._company.contexts.setdefault(id(module), ReplicationContext())
+        for callback in callbacks_of(module):
+            try:
+                callback(copy, context, number)
+            except BaseException as error:
+                error.add_note(f"fxsplit: in the replication callback of {path}, copy {number}")
+                raise
 
     def now(self, parameters: Mapping[str, nn.Parameter]) -> dict[int, Sequence[Replica]]:
         """The replicas of each stage, as the model is now.
@@ -118,7 +145,7 @@ class Replicas:
         Args:
             parameters: FQN → those that get gradients.
         """
-        self._refresh()
+        self.refresh()
         stages = self._program.stages
         return {s.index: [self._replica(s, n, parameters) for n in range(len(s.row))] for s in stages}
 

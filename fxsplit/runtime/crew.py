@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from ..ir import Program
 from ..microbatch import sizes
 from ..plan import Plan
 from ..replicate.meet import owners_of, rounds_of
-from ..replicate.replicas import Replica, Replicas
+from ..replicate.replicas import Company, Replica, Replicas
 from ..schedules.catalog import planned_schedule
 from ..schedules.needs import step_needs
 from ..schedules.proof import check_schedule
@@ -26,16 +27,25 @@ from .batchnorm import DeferredNorms, batch_counters
 from .execute import Call
 from .syncnorm import SyncNorms
 
+# The model → the copies that its modules talk to, where they do.
+_LATEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Company]] = weakref.WeakKeyDictionary()
+
 
 class Crew:
-    """What the calls of one pipeline have in common."""
+    """What the calls of one pipeline have in common.
 
-    def __init__(self, model: nn.Module, plan: Plan, program: Program) -> None:
+    Args:
+        other: that of the pipeline of the other mode: they share the copies of the model.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, program: Program, other: Crew | None = None) -> None:
         self._model, self._plan, self._program = model, plan, program
         self._schedules: dict[int, Schedule] = {}
         self._rounds: dict[int, dict[int, int]] = {}
         self._replicas: Replicas | None = None
-        self._left: list[threading.Thread] = []
+        self._generation = 0
+        self._company: Company = Company() if other is None else other._company
+        self._left: list[threading.Thread] = [] if other is None else other._left
         # The number of micro-batches is a multiple of this: copies of a module are called equally often.
         self._equally = math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s)))
 
@@ -75,10 +85,30 @@ class Crew:
         return self._rounds[micro_batches]
 
     def replicas(self) -> Replicas:
-        """What the replicas of stages run; made, and their modules told of it, when first asked for."""
-        if self._replicas is None:
-            self._replicas = Replicas(self._model, self._program)
+        """What the replicas of stages run; made when first asked for, and when the model has other modules.
+
+        Raises:
+            ArgumentError: a later pipeline of the same model has told its copies.
+        """
+        company = self._company
+        if not company.is_current():
+            company.give_up()
+        if self._replicas is None or self._generation != company.generation:
+            self._replicas = Replicas(self._model, self._program, company)
+            self._generation = company.generation
+            _LATEST[self._model] = weakref.ref(company)
+        elif self._equally > 1 and _LATEST[self._model]() is not company:
+            raise ArgumentError(
+                "another pipeline was compiled from this model since, and the modules of the model that talk to their "
+                "copies now talk to those",
+                remedy="one pipeline at a time; compile again",
+            )
         return self._replicas
+
+    def refresh(self) -> None:
+        """Copy everything anew in the next call, whether it seems to have changed or not."""
+        for tree in self._company.trees.values():
+            tree.forget()
 
     def check_can_meet(self, micro_batches: int) -> None:
         """Refuse a call in which micro-batches could not wait for each other.
@@ -105,7 +135,7 @@ class Crew:
             yield
         except BaseException:
             if call.how.rounds:
-                self._replicas = None
+                self._company.give_up()
                 self._left += call.left
             raise
 

@@ -48,18 +48,26 @@ class Guarded(Runner):
             return super().backward(gradients, keep_graph=keep_graph)
 
 
-def written_buffers(program: Program, model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that a forward writes to."""
-    return [resolve(model, name) for stage in program.stages for name in stage.writes]
+Places = Sequence[tuple[dict[str, Any], str]]
+
+
+def written_buffers(program: Program, model: nn.Module) -> Places:
+    """The buffers that a forward writes to: tables, and names in them."""
+    found = []
+    for name in dict.fromkeys(name for stage in program.stages for name in stage.writes):
+        owner, _, leaf = name.rpartition(".")
+        found.append((resolve(model, owner)._buffers, leaf))
+    return found
 
 
 @contextlib.contextmanager
-def buffers_as_before(written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """After an error, buffers have the contents that they had before."""
-    before = [buffer.detach().clone() for buffer in written]
+def buffers_as_before(written: Places) -> Iterator[None]:
+    """After an error, buffers are those that they were before, with the contents that they had."""
+    before = [(table[name], table[name].detach().clone()) for table, name in written]
     try:
         yield
     except BaseException:
-        for buffer, value in zip(written, before, strict=True):
+        for (table, name), (buffer, value) in zip(written, before, strict=True):
             buffer.data.copy_(value)
+            table[name] = buffer
         raise

@@ -30,7 +30,7 @@ from ..rebind import rebound
 from ..replicate.criterion import Criterion
 from ..replicate.losses import LossInParts, in_parts
 from ..replicate.reductions import LossFn
-from ..replicate.replicas import Replica, plain_replicas
+from ..replicate.replicas import Replica, Replicas, plain_replicas
 from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
@@ -106,7 +106,10 @@ class Pipeline(nn.Module):
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
         own.update(_lock=lock, _serial=False, _reducers=Reducers())
-        own.update(_crew=Crew(model, plan, program), _watch=Watch(model, traced, program))
+        own.update(
+            _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
+            _watch=Watch(model, traced, program),
+        )
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -195,7 +198,9 @@ class Pipeline(nn.Module):
         count, crew = len(chunks), self._crew
         crew.check_can_meet(count)
         if replicas is None:
-            replicas = crew.replicas().now(parameters)
+            found = crew.replicas()
+            found.tell()
+            replicas = found.now(parameters)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -209,9 +214,18 @@ class Pipeline(nn.Module):
         )
         return Call(self.program, crew.schedule_for(count), chunks, parameters, how, replicas)
 
-    def make_replicas(self) -> None:
-        """Make what the replicas of stages run, and tell their modules of it; a call does so too."""
-        self._crew.replicas()
+    def refresh_replicas(self) -> None:
+        """Copy all parameters and buffers anew to replicas on other devices, in the next call.
+
+        They follow optimizers, ``load_state_dict``, in-place operations and ``p.data = q`` by themselves. What is written
+        through ``p.data`` in place (``p.data.mul_(2)``) leaves no trace: call this after it.
+        """
+        with self._lock:
+            self._crew.refresh()
+
+    def make_replicas(self) -> Replicas:
+        """What the replicas of stages run. A call makes it, too, and tells the modules of it."""
+        return self._crew.replicas()
 
     def step(
         self,
@@ -516,7 +530,9 @@ class Pipeline(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """An independent pipeline over a deep copy of the model."""
-        return self._over(copy.deepcopy(self.model, memo))
+        found = self._over(copy.deepcopy(self.model, memo))
+        found.active.make_replicas().tell()
+        return found
 
     def _over(self, model: nn.Module) -> Pipeline:
         to_fqn = {name: fqn for fqn, name in self.traced.names.items()}
