@@ -8,7 +8,8 @@ squared error and backward; every variant computes the gradients of the same bat
 before anything is timed; a worker has one intra-op thread.
 
 ``data``: one stage with 2 replicas, which are threads that share the parameters, each with a micro-batch of 32 rows,
-against eager in one thread on the whole batch. No two workers take less than 0.5 of it. `DistributedDataParallel` has
+against eager in one thread on the whole batch; under GPipe they wait for each other's forward and the loss of the whole
+batch, under 1F1B each computes its own part of it. No two workers take less than 0.5 of it. `DistributedDataParallel` has
 two gloo processes with 32 rows each, timed from the word to start to the last one's word that it is done, its
 all-reduce of all gradients included; ``gradient_as_bucket_view`` saves it a copy.
 
@@ -43,7 +44,10 @@ def data(options):
         variants = [
             eager(task),
             eager(task, 2, "eager, 2 micro-batches"),
-            split(task, "fxsplit, 2 replicas", replicas=2),
+            *(
+                split(task, f"fxsplit {schedule}, 2 replicas", replicas=2, schedule=schedule)
+                for schedule in ("gpipe", "1f1b")
+            ),
             *peers,
         ]
         ratio_table(variants, measure(variants, options.rounds))
