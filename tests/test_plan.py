@@ -123,3 +123,9 @@ def test_micro_batches_by_default_follow_the_replicas():
     assert fxsplit.Plan(replicas=2).replace(replicas=4).micro_batches == 4
     assert fxsplit.Plan(micro_batches=6).replace(replicas=4).micro_batches == 6
     assert fxsplit.Plan(devices=[["cpu", "cpu"], ["cpu"]], stages=2).replicas == (2, 1)
+
+
+def test_other_rows_of_devices_are_counted_anew():
+    plan = fxsplit.Plan(devices=[["cpu", "cpu"]])
+    assert plan.replace(devices=[["cpu"] * 3]).replicas == (3,)
+    assert plan.replace(devices="cpu").replicas == (2,)

@@ -1,5 +1,6 @@
 """Modules that are told of their copies, and copies that talk to each other."""
 
+import copy
 import queue
 import threading
 
@@ -319,3 +320,149 @@ def test_a_model_that_wants_to_be_told_itself_has_to_be_a_child():
     pipe = fxsplit.compile(nn.Sequential(model), Plan(replicas=2), example_args=(X.float(),))
     assert [copy_id for _, _, copy_id in model.log] == [0, 1]
     torch.testing.assert_close(pipe(X.float()), model(X.float()))
+
+
+def test_state_beside_a_module_that_is_told():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
+        def forward(self, x):
+            self.n += 1
+            return x * self.n
+
+    model = nn.Sequential(nn.Linear(4, 4), Counter(), Told([]))
+    with pytest.raises(errors.PlanError, match="changes attributes that are no tensors, in '1'"):
+        fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    pipe = fxsplit.compile(model, Plan(), example_args=(X.float(),))
+    expected = [copy.deepcopy(model[0])(X.float()) for _ in range(2)]
+    for k in (1, 2):  # one replica: the counter is the model's
+        torch.testing.assert_close(pipe(X.float()), model[2](expected[0] * k))
+    assert model[1].n == 2
+
+
+def test_a_module_that_two_stages_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.told, self.a, self.b = Told([]), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.told(self.b(self.told(self.a(x))))
+
+    with pytest.raises(
+        errors.PlanError, match=r"'told' has a replication callback, and is called in stages 0, 1"
+    ):
+        fxsplit.compile(Twice(), Plan(cut=["b"], replicas=2), example_args=(X.float(),))
+    fxsplit.compile(Twice(), Plan(cut=["b"]), example_args=(X.float(),))
+
+
+def test_a_module_of_which_only_parts_are_used():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.told, self.unused = Told([]), Told([])
+
+        def forward(self, x):
+            return F.linear(x, self.told.linear.weight)
+
+    with pytest.raises(
+        errors.ModelError, match="'told' has a replication callback, but only its parts are used"
+    ):
+        fxsplit.compile(Parts(), Plan(replicas=2), example_args=(X.float(),))
+
+
+def test_a_wrapper_is_not_told_what_the_module_inside_is():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self._modules["inner"], name)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    log = []
+    fxsplit.compile(nn.Sequential(Wrapper(Told(log))), Plan(replicas=2), example_args=(X.float(),))
+    assert [copy_id for _, _, copy_id in log] == [0, 1]
+
+
+class TwoPaths(nn.Module):
+    """Another graph in each mode."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.a, self.told = nn.Linear(4, 4), told
+
+    def forward(self, x):
+        h = self.told(self.a(x))
+        return h if self.training else h.relu() * 2
+
+
+def test_both_modes_have_the_same_copies():
+    log = []
+    model = TwoPaths(Told(log))
+    pipe = fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    pipe(X.float())
+    pipe.eval()
+    torch.testing.assert_close(pipe(X.float()), model(X.float()))
+    pipe.train()
+    torch.testing.assert_close(pipe(X.float()), model(X.float()))
+    assert [copy_id for _, _, copy_id in log] == [0, 1]
+    twin = copy.deepcopy(pipe)
+    assert len(twin.model.told.log) == 4  # copies of a copy are told too
+
+
+def test_one_pipeline_at_a_time_talks():
+    model = net()
+    first = fxsplit.compile(model, Plan(replicas=2), example_args=(X,))
+    first(X)
+    second = fxsplit.compile(model, Plan(replicas=3), example_args=(X,))
+    second(X)
+    with pytest.raises(errors.ArgumentError, match="another pipeline was compiled from this model since"):
+        first(X)
+    second(X)
+
+
+def test_a_module_that_is_replaced_has_copies_anew():
+    model = nn.Sequential(Told([]), nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    model[0].linear = nn.Linear(4, 4)
+    pipe(X.float()).sum().backward()
+    torch.testing.assert_close(pipe(X.float()), model(X.float()))
+    assert model[0].linear.weight.grad is not None
+    assert [copy_id for _, _, copy_id in model[0].log] == [0, 1, 0, 1]
+
+
+class Assigns(SyncBatchNorm):
+    """Puts new tensors in the place of its buffers, as the first such clients did."""
+
+    wrong = False
+
+    def reduce(self, messages):
+        found = super().reduce(messages)
+        self.running_mean = self.running_mean * 1.0
+        if Assigns.wrong:
+            raise ValueError("mine")
+        return found
+
+
+def test_buffers_that_were_assigned_are_put_back_after_an_error():
+    model = net(Assigns)
+    pipe = fxsplit.compile(model, Plan(stages=2), example_args=(X,))
+    before = [(b, b.clone()) for b in model.buffers()]
+    Assigns.wrong = True
+    try:
+        with pytest.raises(ValueError, match="mine"):
+            pipe(X)
+    finally:
+        Assigns.wrong = False
+    for (b, value), now in zip(before, model.buffers(), strict=True):
+        assert now is b and torch.equal(b, value)
+    assert_as_whole(model, pipe)

@@ -297,3 +297,95 @@ def test_replicas_auto_on_devices():
     assert sum(len(row) for row in pipe.assignment.rows) == 4 and plan.micro_batches == 4
     other = fxsplit.compile(twin, plan.replace(devices=["cpu"] * 4), example_args=x)
     assert torch.equal(pipe(*x).cpu(), other(*x))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers_leave_no_trace_in_version_counters(optimizer):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    twin = copy.deepcopy(model)
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]]), example_args=(X,))
+    for _ in range(3):
+        for m, run in ((model, pipe), (twin, twin)):
+            run(X).square().mean().backward()
+            optimizer(m.parameters(), lr=0.1, fused=True).step()
+            m.zero_grad()
+    torch.testing.assert_close(pipe(X), twin(X))
+
+
+def test_what_is_written_through_data_is_copied_when_asked():
+    model = nn.Sequential(nn.Linear(8, 4))
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]]), example_args=(X,))
+    pipe(X)
+    model[0].weight.data.mul_(2)
+    pipe.refresh_replicas()
+    torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_same():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]]), example_args=(X,))
+    for _ in range(5):
+        pipe(X)
+        for factor in (0.5, 1.5):
+            for p in model.parameters():
+                p.data = p.data * factor
+        torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_copies_that_are_made_in_inference_mode_can_be_trained():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]]), example_args=(X,))
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+    with torch.inference_mode():
+        pipe(X)
+    pipe(X).sum().backward()
+    halve(model)
+    pipe(X).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+class Odd(nn.Linear):
+    """What a copy of a module might lose."""
+
+    __slots__ = ("factor",)
+
+    def __new__(cls, features):
+        return super().__new__(cls)
+
+    def __init__(self, features):
+        super().__init__(features, features)
+        self.factor = 3.0
+        self.own = [self.weight]
+        self.register_forward_hook(self.shifted)
+        self.calls = {"times": self.times}
+
+    def shifted(self, module, args, output):
+        return output + self.bias
+
+    def times(self, x):
+        return x * self.own[0].sum() * self.factor
+
+    def forward(self, x):
+        if bool(x.sum() > 1e9):
+            return x
+        return self.calls["times"](super().forward(x))
+
+
+def test_what_modules_hold_beside_their_parameters():
+    model, twin = nn.Sequential(Odd(8)), nn.Sequential(Odd(8))
+    twin.load_state_dict(model.state_dict())
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]]), example_args=(X,))
+    for _ in range(2):
+        found, expected = pipe(X), twin(X)
+        found.sum().backward(), expected.sum().backward()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
+        halve(model), halve(twin)
+
+
+def test_callbacks_are_called_when_parameters_are_where_they_belong():
+    seen = []
+    model = nn.Sequential(nn.Linear(8, 4))
+    fxsplit.on_replicate(model[0], lambda module, ctx, copy_id: seen.append(str(module.weight.device)))
+    fxsplit.compile(model, Plan(devices=[["sim:2", "sim:1", "cpu"]]), example_args=(X,))
+    assert seen == ["sim:2", "sim:1", "cpu"]
