@@ -156,3 +156,14 @@ def test_stages_without_such_layers_go_their_own_way():
     plan = Plan(cut=["2", "3"], micro_batches=4, sync_batch_norm=True)
     pipe = fxsplit.compile(model, plan, example_args=(torch.randn(8, 4),))
     assert list(pipe.schedule.labels) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+
+
+def test_in_eval_nobody_waits_for_anybody():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(model, Plan(micro_batches=4, sync_batch_norm=True), example_args=(x,))
+    assert len(pipe.schedule.workers) == 4
+    pipe.eval()
+    assert len(pipe.schedule.workers) == 1
+    with torch.overrides.BaseTorchFunctionMode():
+        torch.testing.assert_close(pipe(x), model(x))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from ..errors import ModelError, PlanError
 from ..graph import is_within, region_modules, resolve
@@ -42,24 +42,47 @@ def copied_modules(model: nn.Module) -> set[int]:
     return inside | around
 
 
-def _normalises(model: nn.Module, stage: Stage) -> bool:
-    """Whether a stage may normalise batches: by a layer, by the function, or in a module that is not looked into."""
-    for _, module in modules_of(model, stage):
-        if isinstance(module, NORM_LAYERS) or not type(module).__module__.startswith("torch.nn."):
-            return True
+def _layers(model: nn.Module, stage: Stage) -> list[nn.Module]:
+    """The modules of a stage that may normalise batches: layers, and modules that are not looked into."""
+    return [
+        module
+        for _, module in modules_of(model, stage)
+        if isinstance(module, NORM_LAYERS) or not type(module).__module__.startswith("torch.nn.")
+    ]
+
+
+def _calls_a_norm(stage: Stage) -> bool:
     graphs = [stage.module, *region_modules(stage.module)]
-    return any(node.target in BATCH_NORMS for module in graphs for node in _calls(module))
+    nodes = [node for module in graphs for node in module.graph.nodes]
+    return any(node.op == "call_function" and node.target in BATCH_NORMS for node in nodes)
 
 
-def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "call_function"]
+def _is_on(layer: nn.Module) -> bool:
+    """Whether it normalises by the batch, in the mode that it is in."""
+    return layer.training or (isinstance(layer, NORM_LAYERS) and layer.running_mean is None)
 
 
 def rounds_of(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
-    """Stage → how many of its micro-batches meet: all of them to normalise the batch, or one for each copy of a module."""
+    """Stage → how many of its micro-batches meet: all of them to normalise the batch, or one for each copy of a module.
+
+    In the modes in which the modules are now: where no layer normalises by the batch, nobody waits for that.
+    """
+    possible = _possible_rounds(model, plan, program, micro_batches)
+    off = {
+        stage.index
+        for stage in program.stages
+        if not owners_of(model, stage)
+        and not _calls_a_norm(stage)
+        and not any(_is_on(layer) for layer in _layers(model, stage))
+    }
+    return {stage: count for stage, count in possible.items() if stage not in off}
+
+
+def _possible_rounds(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
+    """The same in any mode."""
     rounds = {}
     for stage in program.stages:
-        if plan.sync_batch_norm and _normalises(model, stage):
+        if plan.sync_batch_norm and (_layers(model, stage) or _calls_a_norm(stage)):
             rounds[stage.index] = micro_batches
         elif owners_of(model, stage):
             rounds[stage.index] = len(stage.row)
@@ -79,7 +102,7 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
             "could be told",
             remedy="compile nn.Sequential(model): as a child it stays whole; or move the callback to a child",
         )
-    rounds = rounds_of(model, plan, program, plan.micro_batches)
+    rounds = _possible_rounds(model, plan, program, plan.micro_batches)
     _check_owners(model, program)
     for stage in program.stages:
         owners = owners_of(model, stage)

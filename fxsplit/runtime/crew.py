@@ -40,14 +40,14 @@ class Crew:
 
     def __init__(self, model: nn.Module, plan: Plan, program: Program, other: Crew | None = None) -> None:
         self._model, self._plan, self._program = model, plan, program
-        self._schedules: dict[int, Schedule] = {}
-        self._rounds: dict[int, dict[int, int]] = {}
+        self._schedules: dict[tuple[int, frozenset[tuple[int, int]]], Schedule] = {}
         self._replicas: Replicas | None = None
         self._generation = 0
         self._company: Company = Company() if other is None else other._company
         self._left: list[threading.Thread] = [] if other is None else other._left
         # The number of micro-batches is a multiple of this: copies of a module are called equally often.
-        self._equally = math.lcm(*(len(s.row) for s in program.stages if owners_of(model, s)))
+        self._told = [len(s.row) for s in program.stages if owners_of(model, s)]
+        self._equally = math.lcm(*self._told)
 
     def rows(self, batch: int | None) -> list[int]:
         """The rows of each micro-batch of a batch; a single one where there is no batch.
@@ -67,22 +67,22 @@ class Crew:
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches, proven."""
-        if micro_batches not in self._schedules:
-            program, rounds = self._program, self.rounds(micro_batches)
+        program, rounds = self._program, self.rounds(micro_batches)
+        key = micro_batches, frozenset(rounds.items())
+        if key not in self._schedules:
             # Where all micro-batches meet, each has a worker of its own.
             workers = [max(len(s.row), rounds.get(s.index, 1)) for s in program.stages]
             schedule = planned_schedule(self._plan, len(workers), micro_batches, workers)
             needs = step_needs(program, self._plan.checkpoint, rounds)
             check_schedule(schedule, len(workers), micro_batches, needs, rounds)
-            self._schedules[micro_batches] = schedule
-        return self._schedules[micro_batches]
+            self._schedules[key] = schedule
+        return self._schedules[key]
 
     def rounds(self, micro_batches: int) -> dict[int, int]:
-        """Stage → how many of its micro-batches meet."""
-        if micro_batches not in self._rounds:
-            found = rounds_of(self._model, self._plan, self._program, micro_batches)
-            self._rounds[micro_batches] = found if micro_batches > 1 else {}
-        return self._rounds[micro_batches]
+        """Stage → how many of its micro-batches meet, in the modes in which the modules are now."""
+        if micro_batches == 1 or not (self._told or self._plan.sync_batch_norm):
+            return {}
+        return rounds_of(self._model, self._plan, self._program, micro_batches)
 
     def replicas(self) -> Replicas:
         """What the replicas of stages run; made when first asked for, and when the model has other modules.
