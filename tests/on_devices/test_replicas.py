@@ -10,7 +10,7 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan, errors
 from tests.models import build
-from tests.on_devices.test_pipeline import SCHEDULES, leaves, trained
+from tests.on_devices.test_pipeline import SCHEDULES, assert_as_on_a_cpu, leaves
 
 ROWS = [["sim:0", "sim:1"], ["sim:2", "sim:3", "sim:0"], ["sim:1"]]
 MIXED = [["cpu", "sim:1"], ["sim:2"], ["sim:1", "cpu"]]
@@ -19,18 +19,6 @@ SHARED = [["sim:0", "sim:1"], ["sim:1", "sim:0"], ["sim:0", "sim:1"]]  # for wor
 
 def on_cpu(plan):
     return plan.replace(devices=[["cpu"] * len(row) for row in plan.devices])
-
-
-def assert_as_on_a_cpu(model, batch, plan, **how):
-    twin = copy.deepcopy(model)
-    pipe, found, state = trained(model, plan, batch, **how)
-    _, expected, expected_state = trained(twin, on_cpu(plan), batch, **how)
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(a, b), (i, (a - b).abs().max())
-    assert torch.equal(state, expected_state)
-    for stage in pipe:  # the model's own are where the first replica is
-        assert {model.get_parameter(name).device for name in stage.parameters} <= {stage.device}
-    return pipe
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["call", "step"])
