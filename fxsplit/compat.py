@@ -133,7 +133,11 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def tree_flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of `tree` with their access paths, such as ``['image'][0]``."""
-    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
+    records = _with_records(tree)
+    try:
+        leaves, _ = _pytree.tree_flatten_with_path(records)
+    except ValueError:  # some class was registered without the names of its parts: their numbers, then
+        return [(f"[{i}]", leaf) for i, leaf in enumerate(_pytree.tree_leaves(records))]
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 

@@ -212,3 +212,29 @@ def test_random_numbers_in_eval_mode_are_not_taken_for_mixing():
     assert torch.equal(pipe(x)[0], output)
     torch.testing.assert_close(mean, pipe.unsplit()(x)[1])
     output.sum().backward()
+
+
+class Unnamed(dict):
+    """An output whose class some library has registered without names for its parts."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Unnamed,
+    lambda d: (list(d.values()), list(d)),
+    lambda values, keys: Unnamed(zip(keys, values, strict=True)),
+)
+
+
+def test_outputs_without_names_are_merged_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Unnamed(sample=self.linear(x))
+
+    model, x = Model(), torch.randn(6, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=3), example_args=(x,))
+    assert type(pipe(x)) is Unnamed
+    torch.testing.assert_close(pipe(x)["sample"], model(x)["sample"])
