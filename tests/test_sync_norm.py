@@ -1,6 +1,8 @@
 """Batch normalisation by the statistics of the whole batch, across micro-batches and replicas."""
 
+import contextlib
 import copy
+import sys
 import threading
 
 import pytest
@@ -10,6 +12,12 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
+from fxsplit.actions import Action
+from fxsplit.runtime import syncnorm
+from fxsplit.runtime.meeting import Meetings
+from fxsplit.runtime.worker import StoppedError
+
+X = torch.randn(8, 4)
 
 
 class Convs(nn.Module):
@@ -156,3 +164,56 @@ def test_stages_without_such_layers_go_their_own_way():
     plan = Plan(cut=["2", "3"], micro_batches=4, sync_batch_norm=True)
     pipe = fxsplit.compile(model, plan, example_args=(torch.randn(8, 4),))
     assert list(pipe.schedule.labels) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
+
+
+def test_gradients_do_not_depend_on_who_comes_last():
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32)]
+    model = nn.Sequential(*layers, nn.Linear(32, 2))
+    x, t = torch.randn(64, 16), torch.randn(64, 2)
+    pipe = fxsplit.compile(model, Plan(micro_batches=8, sync_batch_norm=True), example_args=(x,))
+    seen = set()
+    for _ in range(40):
+        model.zero_grad()
+        F.mse_loss(pipe(x), t).backward()
+        seen.add(tuple(p.grad.numpy().tobytes() for p in model.parameters()))
+    assert len(seen) == 1
+
+
+def test_a_merge_that_fails_stops_the_others(monkeypatch):
+    def fails(terms):
+        raise ValueError("mine")
+
+    pipe = fxsplit.compile(
+        nn.Sequential(nn.BatchNorm1d(4)), Plan(micro_batches=4, sync_batch_norm=True), example_args=(X,)
+    )
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="mine"):
+        patch.setattr(syncnorm, "_sum", fails)
+        pipe(X)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+
+
+def test_of_those_who_meet_all_get_in_or_none():
+    """However a stop falls in with the last one's coming: one that got in alone would wait for the others for ever."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    mixed = 0
+    try:
+        for _ in range(1500):
+            meetings, entered = Meetings({0: 3}), []
+
+            def enter(i, meetings=meetings, entered=entered):
+                with contextlib.suppress(StoppedError):
+                    meetings.enter(Action("F", 0, i))
+                    entered.append(i)
+
+            threads = [threading.Thread(target=enter, args=(i,)) for i in range(3)]
+            threads.append(threading.Thread(target=meetings.close))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            mixed += len(entered) not in (0, 3)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not mixed

@@ -19,7 +19,7 @@ import torch
 from ..errors import ModelError
 from ..ir import Stage
 from .batchnorm import DeferredNorms, Norming
-from .worker import StoppedError
+from .meeting import Door
 
 
 class SyncNorms(DeferredNorms):
@@ -47,7 +47,7 @@ class SyncNorms(DeferredNorms):
                 self._rooms[stage, number] = _Room(self._rounds[stage])
             room = self._rooms[stage, number]
             if self._closed:
-                room.barrier.abort()
+                room.close()
             return room
 
     def meets(self, stage: int) -> bool:
@@ -59,7 +59,7 @@ class SyncNorms(DeferredNorms):
         with self._lock:
             self._closed = True
             for room in self._rooms.values():
-                room.barrier.abort()
+                room.close()
 
 
 @dataclass
@@ -69,22 +69,34 @@ class _Room:
     whole: tuple[torch.Tensor, torch.Tensor] | None = None  # mean and biased variance
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.parties, action=self._merge)
+        self._doors = Door(self.parties), Door(self.parties)
 
     def statistics(
         self, micro_batch: int, part: tuple[int, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of all micro-batches, once they are there."""
         self.parts[micro_batch] = part
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise StoppedError from None
+        there, merged = self._doors
+        there.enter()
+        # Not whoever comes last: autograd goes backward in the order in which each thread has made its nodes, and so
+        # would add gradients in an order that depends on timing.
+        if micro_batch == min(self.parts):
+            try:
+                self._merge()
+            except BaseException:
+                self.close()
+                raise
+        merged.enter()
         assert self.whole is not None
         return self.whole
 
+    def close(self) -> None:
+        """Nobody waits here any more."""
+        for door in self._doors:
+            door.close()
+
     def _merge(self) -> None:
-        # The last to come does this for all: a recomputed region of its own must not take it for its own.
+        # One does this for all: a recomputed region of its own must not take it for its own.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             parts = [part for _, part in sorted(self.parts.items())]
             home = parts[0][1].device
