@@ -4,6 +4,7 @@ import contextlib
 import copy
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -217,3 +218,51 @@ def test_of_those_who_meet_all_get_in_or_none():
     finally:
         sys.setswitchinterval(interval)
     assert not mixed
+
+
+class Late(nn.Module):
+    """The micro-batch with a 7 in it comes last, or first to none."""
+
+    def forward(self, x):
+        if bool((x == 7).any()):
+            time.sleep(0.05)
+        return x
+
+
+class Twice(nn.Module):
+    """A cumulative average, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.norm, self.once = Late(), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.late(x)
+        return self.norm(x) + self.norm(x * x) + self.once(x)
+
+
+@pytest.mark.parametrize("row", [0, 2, 7])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("way", ["sync", "deferred", "deferred, in turn"])
+def test_a_cumulative_average(way, checkpoint, row):
+    """Counts once for each call of the layer in a forward, whichever micro-batch comes first."""
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(8, 4).double()
+    x[row, 0] = 7
+    twin = copy.deepcopy(model)
+    if way == "deferred":
+        fxsplit.on_replicate(model.late, lambda module, ctx, copy_id: None)
+    plan = (
+        Plan(replicas=4, sync_batch_norm=True)
+        if way == "sync"
+        else Plan(replicas=4, deferred_batch_norm=True)
+    )
+    pipe = fxsplit.compile(model, plan.replace(checkpoint=checkpoint), example_args=(x,))
+    for _ in range(3):
+        found, expected = pipe(x), twin(x)
+        found.sum().backward(), expected.sum().backward()
+        for (name, b), c in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+            close(b, c[1], name)
+    assert model.norm.num_batches_tracked == 6 and model.once.num_batches_tracked == 3
+    if way == "sync":
+        close(found, expected, "output")

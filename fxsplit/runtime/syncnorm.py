@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,9 +35,9 @@ class SyncNorms(DeferredNorms):
         self._rooms: dict[tuple[int, int], _Room] = {}
         self._closed = False
 
-    def around(self, stage: Stage, micro_batch: int) -> Norming:
+    def around(self, stage: Stage, micro_batch: int, *, meets: bool) -> Norming:
         """While this thread computes a micro-batch, its batch normalisation waits for the other micro-batches."""
-        return _Meet(self, stage.index, micro_batch, number=0, again=False)
+        return _Meet(self, stage.index, micro_batch, meets=meets, number=0, again=False)
 
     def room(self, stage: int, number: int) -> _Room:
         """Where the micro-batches of a stage meet, in its n-th batch normalisation."""
@@ -49,10 +48,6 @@ class SyncNorms(DeferredNorms):
             if self._closed:
                 room.close()
             return room
-
-    def meets(self, stage: int) -> bool:
-        """Whether micro-batches of the stage are there at the same time."""
-        return stage in self._rounds
 
     def close(self) -> None:
         """Nobody waits for others any more."""
@@ -117,19 +112,27 @@ def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Meet(Norming):
-    def __init__(self, norms: SyncNorms, stage: int, micro_batch: int, *, number: int, again: bool) -> None:
-        super().__init__(norms, micro_batch, again=again)
+    def __init__(
+        self, norms: SyncNorms, stage: int, micro_batch: int, *, meets: bool, number: int, again: bool
+    ) -> None:
+        super().__init__(norms, micro_batch, meets=meets, again=again)
         self.sync, self.stage, self.number = norms, stage, number
 
     def again(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """What is around a later computation of what comes now."""
         return functools.partial(
-            _Meet, self.sync, self.stage, self.micro_batch, number=self.number, again=True
+            _Meet,
+            self.sync,
+            self.stage,
+            self.micro_batch,
+            meets=self.meets,
+            number=self.number,
+            again=True,
         )
 
     def normalised(self, func: Callable[..., Any], given: Mapping[str, Any]) -> torch.Tensor:
         """One layer, in training."""
-        if not self.sync.meets(self.stage):
+        if not self.meets:
             raise ModelError(
                 f"stage {self.stage} normalises a batch where no such layer was seen, so its micro-batches do not meet",
                 remedy="deferred_batch_norm=True instead of sync_batch_norm=True",
