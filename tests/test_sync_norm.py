@@ -200,7 +200,7 @@ def test_of_those_who_meet_all_get_in_or_none():
     sys.setswitchinterval(1e-5)
     mixed = 0
     try:
-        for _ in range(1500):
+        for _ in range(800):
             meetings, entered = Meetings({0: 3}), []
 
             def enter(i, meetings=meetings, entered=entered):
@@ -266,3 +266,73 @@ def test_a_cumulative_average(way, checkpoint, row):
     assert model.norm.num_batches_tracked == 6 and model.once.num_batches_tracked == 3
     if way == "sync":
         close(found, expected, "output")
+
+
+class Branch(nn.Module):
+    """Takes one of two ways, by what is in the data."""
+
+    def __init__(self, positive, negative):
+        super().__init__()
+        self.ways = nn.ModuleList([positive, negative])
+
+    def forward(self, x):
+        return self.ways[0 if bool(x[0, 0] > 0) else 1](x)
+
+
+def unequal(positive, negative, micro_batches=4):
+    x = torch.randn(8, 4).abs()
+    x[4:, 0] *= -1
+    model = nn.Sequential(Branch(positive, negative), nn.Linear(4, 2))
+    plan = Plan(micro_batches=micro_batches, sync_batch_norm=True)
+    return fxsplit.compile(model, plan, example_args=(x,), check=False), x
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+@pytest.mark.parametrize("swapped", [False, True])
+def test_micro_batches_that_normalise_unequally_often(swapped):
+    both = nn.BatchNorm1d(4)
+    ways = [nn.Sequential(both, nn.BatchNorm1d(4)), both]
+    pipe, x = unequal(*(reversed(ways) if swapped else ways))
+    with pytest.raises(
+        errors.ModelError, match=r"stage 0 .* comes to the layers 2 times or more, .* 1 times"
+    ):
+        pipe(x)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+    assert pipe(x.abs()).shape == pipe(-x.abs()).shape == (8, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (nn.BatchNorm1d(4, affine=False), "4 with eps"),
+        (nn.BatchNorm1d(4, track_running_stats=False), "4 with eps"),
+        (nn.BatchNorm1d(4, eps=0.25), "eps=0.25"),
+        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten()), "2 with eps"),
+    ],
+)
+def test_micro_batches_that_meet_in_different_layers(other, what):
+    for layer in (nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)):
+        pipe, x = unequal(layer, other)
+        with pytest.raises(
+            errors.ModelError, match=f"micro-batches 0 and 2 of stage 0 meet in different .*{what}"
+        ):
+            pipe(x)
+        pipe(x.abs())
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+def test_what_is_computed_anew_is_no_other_layer():
+    class Computed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            assert bool(x[0, 0] == x[0, 0])
+            mean, variance = x.new_zeros(4), x.new_ones(4)
+            return F.batch_norm(x, mean, variance, self.weight * 2, training=True)
+
+    model, plan = nn.Sequential(Computed()), Plan(micro_batches=4, sync_batch_norm=True)
+    pipe = fxsplit.compile(model, plan, example_args=(X,), check=False)
+    torch.testing.assert_close(pipe(X), model(X))
