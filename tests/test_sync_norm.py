@@ -1,7 +1,10 @@
 """Batch normalisation by the statistics of the whole batch, across micro-batches and replicas."""
 
+import contextlib
 import copy
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +13,12 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
+from fxsplit.actions import Action
+from fxsplit.runtime import syncnorm
+from fxsplit.runtime.meeting import Meetings
+from fxsplit.runtime.worker import StoppedError
+
+X = torch.randn(8, 4)
 
 
 class Convs(nn.Module):
@@ -167,3 +176,174 @@ def test_in_eval_nobody_waits_for_anybody():
     assert len(pipe.schedule.workers) == 1
     with torch.overrides.BaseTorchFunctionMode():
         torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_gradients_do_not_depend_on_who_comes_last():
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32)]
+    model = nn.Sequential(*layers, nn.Linear(32, 2))
+    x, t = torch.randn(64, 16), torch.randn(64, 2)
+    pipe = fxsplit.compile(model, Plan(micro_batches=8, sync_batch_norm=True), example_args=(x,))
+    seen = set()
+    for _ in range(40):
+        model.zero_grad()
+        F.mse_loss(pipe(x), t).backward()
+        seen.add(tuple(p.grad.numpy().tobytes() for p in model.parameters()))
+    assert len(seen) == 1
+
+
+def test_a_merge_that_fails_stops_the_others(monkeypatch):
+    def fails(terms):
+        raise ValueError("mine")
+
+    pipe = fxsplit.compile(
+        nn.Sequential(nn.BatchNorm1d(4)), Plan(micro_batches=4, sync_batch_norm=True), example_args=(X,)
+    )
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="mine"):
+        patch.setattr(syncnorm, "_sum", fails)
+        pipe(X)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+
+
+def test_of_those_who_meet_all_get_in_or_none():
+    """However a stop falls in with the last one's coming: one that got in alone would wait for the others for ever."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    mixed = 0
+    try:
+        for _ in range(800):
+            meetings, entered = Meetings({0: 3}), []
+
+            def enter(i, meetings=meetings, entered=entered):
+                with contextlib.suppress(StoppedError):
+                    meetings.enter(Action("F", 0, i))
+                    entered.append(i)
+
+            threads = [threading.Thread(target=enter, args=(i,)) for i in range(3)]
+            threads.append(threading.Thread(target=meetings.close))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            mixed += len(entered) not in (0, 3)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not mixed
+
+
+class Late(nn.Module):
+    """The micro-batch with a 7 in it comes last, or first to none."""
+
+    def forward(self, x):
+        if bool((x == 7).any()):
+            time.sleep(0.05)
+        return x
+
+
+class Twice(nn.Module):
+    """A cumulative average, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self.norm, self.once = Late(), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.late(x)
+        return self.norm(x) + self.norm(x * x) + self.once(x)
+
+
+@pytest.mark.parametrize("row", [0, 2, 7])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("way", ["sync", "deferred", "deferred, in turn"])
+def test_a_cumulative_average(way, checkpoint, row):
+    """Counts once for each call of the layer in a forward, whichever micro-batch comes first."""
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(8, 4).double()
+    x[row, 0] = 7
+    twin = copy.deepcopy(model)
+    if way == "deferred":
+        fxsplit.on_replicate(model.late, lambda module, ctx, copy_id: None)
+    plan = (
+        Plan(replicas=4, sync_batch_norm=True)
+        if way == "sync"
+        else Plan(replicas=4, deferred_batch_norm=True)
+    )
+    pipe = fxsplit.compile(model, plan.replace(checkpoint=checkpoint), example_args=(x,))
+    for _ in range(3):
+        found, expected = pipe(x), twin(x)
+        found.sum().backward(), expected.sum().backward()
+        for (name, b), c in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+            close(b, c[1], name)
+    assert model.norm.num_batches_tracked == 6 and model.once.num_batches_tracked == 3
+    if way == "sync":
+        close(found, expected, "output")
+
+
+class Branch(nn.Module):
+    """Takes one of two ways, by what is in the data."""
+
+    def __init__(self, positive, negative):
+        super().__init__()
+        self.ways = nn.ModuleList([positive, negative])
+
+    def forward(self, x):
+        return self.ways[0 if bool(x[0, 0] > 0) else 1](x)
+
+
+def unequal(positive, negative, micro_batches=4):
+    x = torch.randn(8, 4).abs()
+    x[4:, 0] *= -1
+    model = nn.Sequential(Branch(positive, negative), nn.Linear(4, 2))
+    plan = Plan(micro_batches=micro_batches, sync_batch_norm=True)
+    return fxsplit.compile(model, plan, example_args=(x,), check=False), x
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+@pytest.mark.parametrize("swapped", [False, True])
+def test_micro_batches_that_normalise_unequally_often(swapped):
+    both = nn.BatchNorm1d(4)
+    ways = [nn.Sequential(both, nn.BatchNorm1d(4)), both]
+    pipe, x = unequal(*(reversed(ways) if swapped else ways))
+    with pytest.raises(
+        errors.ModelError, match=r"stage 0 .* comes to the layers 2 times or more, .* 1 times"
+    ):
+        pipe(x)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+    assert pipe(x.abs()).shape == pipe(-x.abs()).shape == (8, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (nn.BatchNorm1d(4, affine=False), "4 with eps"),
+        (nn.BatchNorm1d(4, track_running_stats=False), "4 with eps"),
+        (nn.BatchNorm1d(4, eps=0.25), "eps=0.25"),
+        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten()), "2 with eps"),
+    ],
+)
+def test_micro_batches_that_meet_in_different_layers(other, what):
+    for layer in (nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)):
+        pipe, x = unequal(layer, other)
+        with pytest.raises(
+            errors.ModelError, match=f"micro-batches 0 and 2 of stage 0 meet in different .*{what}"
+        ):
+            pipe(x)
+        pipe(x.abs())
+
+
+@pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+def test_what_is_computed_anew_is_no_other_layer():
+    class Computed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            assert bool(x[0, 0] == x[0, 0])
+            mean, variance = x.new_zeros(4), x.new_ones(4)
+            return F.batch_norm(x, mean, variance, self.weight * 2, training=True)
+
+    model, plan = nn.Sequential(Computed()), Plan(micro_batches=4, sync_batch_norm=True)
+    pipe = fxsplit.compile(model, plan, example_args=(X,), check=False)
+    torch.testing.assert_close(pipe(X), model(X))

@@ -96,11 +96,17 @@ class DeferredNorms:
         self._counters = {id(c) for c in counters}
         self._originals: Mapping[int, torch.Tensor] = {}
         self._layers: dict[int, _Layer] = {}
+        self._counts: dict[int, dict[int, int]] = {}  # counter → micro-batch → its calls of the layer
+        self._counted: dict[int, int] = {}  # counter → calls that it has counted
         self._lock = threading.Lock()
 
-    def around(self, stage: Stage, micro_batch: int) -> Norming:
-        """While this thread computes a micro-batch, its batch normalisation writes to no running statistics."""
-        return Norming(self, micro_batch, again=False)
+    def around(self, stage: Stage, micro_batch: int, *, meets: bool) -> Norming:
+        """While this thread computes a micro-batch, its batch normalisation writes to no running statistics.
+
+        Args:
+            meets: other micro-batches are in the stage at the same time.
+        """
+        return Norming(self, micro_batch, meets=meets, again=False)
 
     def follow(self, copies: Mapping[int, torch.Tensor]) -> None:
         """Copies of buffers on other devices: what is said of them is of those that they follow.
@@ -114,9 +120,27 @@ class DeferredNorms:
     def close(self) -> None:
         """Nobody waits for others any more."""
 
-    def is_counted_already(self, tensor: Any, micro_batch: int) -> bool:
-        """Whether this is a count of batches, and not the first of their parts."""
-        return micro_batch > 0 and id(tensor) in self._counters
+    def count(self, counter: torch.Tensor, micro_batch: int, *, meets: bool) -> bool:
+        """Let a layer count a batch: once for each time that a forward calls it, by whichever micro-batch comes first.
+
+        Args:
+            meets: micro-batches are there at the same time, so that copies are not brought up to date between them.
+
+        Returns whether this is such a counter.
+        """
+        if id(counter) not in self._counters:
+            return False
+        original = self._original(counter)
+        assert original is not None
+        with self._lock:
+            counts = self._counts.setdefault(id(original), {})
+            counts[micro_batch] = number = counts.get(micro_batch, 0) + 1
+            if number > self._counted.get(id(original), 0):
+                self._counted[id(original)] = number
+                (original if meets else counter).add_(1)
+            if meets and counter is not original:
+                counter.copy_(original)
+        return True
 
     def add(self, arguments: Mapping[str, Any], micro_batch: int) -> None:
         """What a layer has seen of a micro-batch."""
@@ -140,7 +164,9 @@ class DeferredNorms:
 
 
 def _update(layer: _Layer, parts: Sequence[tuple[float, Moments]]) -> None:
-    momentum, whole = parts[0]
+    # One that is the inverse of a count was read by the micro-batch that counted, or by others when more had been counted.
+    momentum = max(momentum for momentum, _ in parts)
+    whole = parts[0][1]
     for _, part in parts[1:]:
         whole = whole.merged(part.to(whole.mean.device))
     whole = whole.to(layer.mean.device)
@@ -153,13 +179,13 @@ def _update(layer: _Layer, parts: Sequence[tuple[float, Moments]]) -> None:
 class Norming(TorchFunctionMode):
     """Around the computation of a micro-batch, the first one or a later one (again: what it gives is known)."""
 
-    def __init__(self, norms: DeferredNorms, micro_batch: int, *, again: bool) -> None:
+    def __init__(self, norms: DeferredNorms, micro_batch: int, *, meets: bool, again: bool) -> None:
         super().__init__()
-        self.norms, self.micro_batch, self.is_again = norms, micro_batch, again
+        self.norms, self.micro_batch, self.meets, self.is_again = norms, micro_batch, meets, again
 
     def again(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """What is to be around a later computation of what comes now."""
-        return functools.partial(Norming, self.norms, self.micro_batch, again=True)
+        return functools.partial(Norming, self.norms, self.micro_batch, meets=self.meets, again=True)
 
     def normalised(self, func: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         """One layer, in training, without an update of running statistics."""
@@ -172,7 +198,10 @@ class Norming(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.add_ and self.norms.is_counted_already(args[0], self.micro_batch):
+        counts = (
+            func is torch.Tensor.add_ and not self.is_again
+        )  # again, it does: buffers are put back afterwards
+        if counts and self.norms.count(args[0], self.micro_batch, meets=self.meets):
             return args[0]
         if func in _NAMES:
             given = {**_DEFAULTS, **dict(zip(_NAMES[func], args, strict=False)), **kwargs}

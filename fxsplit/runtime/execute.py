@@ -484,7 +484,7 @@ class Call:
         """What is around the computation of a stage whose batch normalisation is put off, and around later ones."""
         if self.norms is None:
             return contextlib.nullcontext(), lambda: contextlib.nullcontext
-        norming = self.norms.around(stage, i)
+        norming = self.norms.around(stage, i, meets=stage.index in self.how.rounds)
         return norming, norming.again
 
     def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:

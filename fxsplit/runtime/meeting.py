@@ -15,6 +15,42 @@ from ..schedules.needs import members
 from .worker import StoppedError
 
 
+class Door:
+    """Opens when all are there, and stays open: either all who come get through, or none does.
+
+    Not a `threading.Barrier`: its `abort` also turns away those who were let through and have not woken yet.
+
+    Args:
+        parties: how many come.
+    """
+
+    def __init__(self, parties: int) -> None:
+        self._missing = parties
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def enter(self) -> None:
+        """Wait for all the others.
+
+        Raises:
+            StoppedError: it was closed before all were there.
+        """
+        with self._changed:
+            if not self._closed:
+                self._missing -= 1
+                if not self._missing:
+                    self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or not self._missing)
+            if self._missing:
+                raise StoppedError
+
+    def close(self) -> None:
+        """Nobody waits any more; who was let through, is."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class Meetings:
     """The meetings of one call.
 
@@ -24,7 +60,7 @@ class Meetings:
 
     def __init__(self, rounds: Mapping[int, int]) -> None:
         self.rounds = rounds
-        self._doors: dict[Action, threading.Barrier] = {}
+        self._doors: dict[Action, Door] = {}
         self._turns: dict[Action, threading.Lock] = {}
         self._done: dict[Action, bool] = {}
         self._closed = False
@@ -44,20 +80,17 @@ class Meetings:
         if len(everybody) == 1:
             return
         with self._lock:
-            door = self._doors.setdefault(everybody[0], threading.Barrier(len(everybody)))
+            door = self._doors.setdefault(everybody[0], Door(len(everybody)))
             if self._closed:
-                door.abort()
-        try:
-            door.wait()
-        except threading.BrokenBarrierError:
-            raise StoppedError from None
+                door.close()
+        door.enter()
 
     def close(self) -> None:
         """Nobody waits for others any more."""
         with self._lock:
             self._closed = True
             for door in self._doors.values():
-                door.abort()
+                door.close()
 
     @contextlib.contextmanager
     def leading(self, action: Action) -> Iterator[bool]:
