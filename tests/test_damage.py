@@ -389,7 +389,7 @@ def hide_a_written_buffer(s):
 
 
 def hide_state(s):
-    s.change(s.stage(lambda t: t.stateful), stateful=False)
+    s.change(s.stage(lambda t: t.stateful), changes=())
 
 
 def hide_random_numbers(s):

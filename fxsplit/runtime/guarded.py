@@ -55,8 +55,9 @@ def written_buffers(program: Program, model: nn.Module) -> Places:
     """The buffers that a forward writes to: tables, and names in them."""
     found = []
     for name in dict.fromkeys(name for stage in program.stages for name in stage.writes):
-        owner, _, leaf = name.rpartition(".")
-        found.append((resolve(model, owner)._buffers, leaf))
+        path, _, leaf = name.rpartition(".")
+        owner = resolve(model, path)
+        found.append((owner._buffers if leaf in owner._buffers else owner.__dict__, leaf))  # or a plain attribute
     return found
 
 
