@@ -213,7 +213,7 @@ class _Meet(Norming):
         self.sync, self.stage, self.number = norms, stage, number
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if kind is None and self.meets and not self.is_again:
             self.sync.ended(self.stage, self.micro_batch, self.number)
 
