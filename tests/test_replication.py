@@ -1,8 +1,12 @@
 """Modules that are told of their copies, and copies that talk to each other."""
 
 import copy
+import os
 import queue
+import signal
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
+from fxsplit.runtime import worker
 
 
 class SyncMaster:
@@ -466,3 +471,128 @@ def test_buffers_that_were_assigned_are_put_back_after_an_error():
     for (b, value), now in zip(before, model.buffers(), strict=True):
         assert now is b and torch.equal(b, value)
     assert_as_whole(model, pipe)
+
+
+# -- copies that wait for ever ----------------------------------------------------------------------------------------
+
+
+class Bell:
+    """What a copy waits for, in each of the ways that there are."""
+
+    def __init__(self, way):
+        self.way, self.lock, self.queue = way, threading.Lock(), queue.SimpleQueue()
+        self.event = threading.Event()
+        self.lock.acquire()
+
+    def wait(self):
+        if self.way == "lock":
+            self.lock.acquire()
+            self.lock.release()
+        elif self.way == "queue":
+            self.queue.get()
+        elif self.way == "event":
+            self.event.wait()
+        while self.way == "sleep" and not self.event.is_set():
+            time.sleep(0.01)
+
+    def ring(self):
+        self.lock.release()
+        self.event.set()
+        for _ in range(3):
+            self.queue.put(None)
+
+
+class Waits(nn.Module):
+    """Copies wait for the bell, but those that fail, pass, or compute."""
+
+    def __init__(self, way, does):
+        super().__init__()
+        self.bell, self.does, self.copy_id = Bell(way), does, None
+
+    def __data_parallel_replicate__(self, ctx, copy_id):
+        self.copy_id = copy_id
+
+    def forward(self, x):
+        what = self.does.get(self.copy_id, "passes")
+        if what == "fails":
+            raise ValueError("mine")
+        if what == "waits":
+            self.bell.wait()
+        if what == "computes":
+            ends, big = time.monotonic() + 1.5, torch.randn(300, 300)
+            while time.monotonic() < ends:
+                big @ big
+        return x
+
+
+def waiting(monkeypatch, way, does):
+    monkeypatch.setattr(worker, "LOOK", 0.05)
+    model = nn.Sequential(nn.Linear(4, 4), Waits(way, {}), nn.Linear(4, 2)).double()
+    pipe = fxsplit.compile(model, Plan(stages=2, replicas=3), example_args=(X,), check=False)
+    assert pipe(X).shape == (12, 2)
+    model[1].does.update(does)
+    return pipe, model[1].bell
+
+
+def ended(bell, count):
+    """The workers that were left go when what they wait for comes."""
+    left = [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+    assert len(left) == count
+    bell.ring()
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
+
+
+@pytest.mark.parametrize("way", ["event", "queue", "lock", "sleep"])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_a_copy_that_waits_for_those_that_have_finished(monkeypatch, way, passes):
+    does = {i: "waits" for i in range(3) if i != passes}
+    pipe, bell = waiting(monkeypatch, way, does)
+    with pytest.raises(errors.WorkerError, match="not called equally often") as caught:
+        pipe(X)
+    assert f"stage 1.{min(does)}, at action 1F{min(does)}: " in str(caught.value)
+    assert "test_replication.py:" in str(caught.value)
+    with pytest.raises(errors.ArgumentError, match="copies of a module still wait"):
+        pipe(X)
+    ended(bell, 2)
+    pipe.model[1].does.clear()
+    assert pipe(X).shape == (12, 2)
+
+
+@pytest.mark.parametrize("way", ["event", "queue", "lock", "sleep"])
+def test_whatever_the_way_to_wait_for_a_copy_that_has_failed(monkeypatch, way):
+    pipe, bell = waiting(monkeypatch, way, {0: "waits", 1: "fails"})
+    with pytest.raises(ValueError, match="mine") as caught:
+        pipe(X)
+    assert any("stage 1.0 waits for a copy that has failed" in note for note in caught.value.__notes__)
+    ended(bell, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell how long a thread has computed")
+@pytest.mark.parametrize("other", ["fails", "passes"])
+def test_a_copy_that_computes_for_long_is_waited_for(monkeypatch, other):
+    pipe, _ = waiting(monkeypatch, "event", {0: "computes", 1: other})
+    if other == "passes":
+        assert pipe(X).shape == (12, 2)
+    else:
+        with pytest.raises(ValueError, match="mine") as caught:
+            pipe(X)
+        assert not any("left there" in note for note in caught.value.__notes__)
+    assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+
+
+def test_an_exchange_that_takes_its_time_is_waited_for(monkeypatch):
+    """The others wait for longer than it takes to be left, but one still computes."""
+    pipe, bell = waiting(monkeypatch, "event", {0: "waits", 1: "passes", 2: "computes"})
+    threading.Timer(1.0, bell.ring).start()
+    assert pipe(X).shape == (12, 2)
+
+
+@pytest.mark.parametrize("way", ["event", "queue"])
+def test_an_interrupt_while_all_copies_wait_for_each_other(monkeypatch, way):
+    pipe, bell = waiting(monkeypatch, way, dict.fromkeys(range(3), "waits"))
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pipe(X)
+    ended(bell, 3)

@@ -347,3 +347,44 @@ def test_what_is_computed_anew_is_no_other_layer():
     model, plan = nn.Sequential(Computed()), Plan(micro_batches=4, sync_batch_norm=True)
     pipe = fxsplit.compile(model, plan, example_args=(X,), check=False)
     torch.testing.assert_close(pipe(X), model(X))
+
+
+class Mean(nn.Module):
+    """Writes to a buffer that is called like a layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.running_mean
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, x):
+        self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["sync_batch_norm", "deferred_batch_norm"])
+@pytest.mark.parametrize(
+    "layer",
+    [Mean(), Own(4), nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True))],
+)
+def test_what_is_only_called_like_a_running_statistic_is_refused(layer, way):
+    model = nn.Sequential(nn.Identity(), layer, nn.Flatten(), nn.BatchNorm1d(4))
+    fxsplit.on_replicate(model[0], lambda module, ctx, copy_id: None)
+    with pytest.raises(
+        errors.PlanError, match=r"writes to '1\.(1\.)?running_mean', but its micro-batches meet"
+    ):
+        fxsplit.compile(model, Plan(replicas=2, **{way: True}), example_args=(X,), check=False)
+
+
+def test_a_layer_of_the_users_that_leaves_its_forward_as_it_is():
+    class Named(nn.BatchNorm1d):
+        pass
+
+    model = nn.Sequential(Named(4))
+    pipe = fxsplit.compile(model, Plan(micro_batches=4, sync_batch_norm=True), example_args=(X,))
+    torch.testing.assert_close(pipe(X), model(X))

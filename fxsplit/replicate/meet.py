@@ -62,6 +62,14 @@ def _is_on(layer: nn.Module) -> bool:
     return layer.training or (isinstance(layer, NORM_LAYERS) and layer.running_mean is None)
 
 
+def _is_put_off(model: nn.Module, name: str) -> bool:
+    """Whether a buffer has the running statistics of a layer whose forward is known to leave writing them to a function."""
+    path, _, buffer = name.rpartition(".")
+    holder = model.get_submodule(path)
+    forwards = [layer.forward for layer in NORM_LAYERS]
+    return buffer in _NORM_BUFFERS and isinstance(holder, NORM_LAYERS) and type(holder).forward in forwards
+
+
 def rounds_of(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
     """Stage → how many of its micro-batches meet: all of them to normalise the batch, or one for each copy of a module.
 
@@ -130,14 +138,14 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
             )
         own = [name for name in stage.writes if not any(is_within(name, path) for path in owners)]
         if plan.sync_batch_norm or plan.deferred_batch_norm:
-            own = [name for name in own if name.rpartition(".")[2] not in _NORM_BUFFERS]
+            own = [name for name in own if not _is_put_off(model, name)]
         if own and stage.index in rounds:
             raise PlanError(
                 f"stage {stage.index} writes to {own[0]!r}, but its micro-batches meet"
                 + (f" in {owner!r}" if owner else "")
                 + " and would write at the same time",
                 remedy="deferred_batch_norm=True, or cut= the two apart"
-                if own[0].rpartition(".")[2] in _NORM_BUFFERS
+                if _is_put_off(model, own[0])
                 else "cut= the two apart",
             )
 

@@ -57,7 +57,9 @@ def written_buffers(program: Program, model: nn.Module) -> Places:
     for name in dict.fromkeys(name for stage in program.stages for name in stage.writes):
         path, _, leaf = name.rpartition(".")
         owner = resolve(model, path)
-        found.append((owner._buffers if leaf in owner._buffers else owner.__dict__, leaf))  # or a plain attribute
+        found.append(
+            (owner._buffers if leaf in owner._buffers else owner.__dict__, leaf)
+        )  # or a plain attribute
     return found
 
 

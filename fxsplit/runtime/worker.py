@@ -12,7 +12,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from .threads import settle_autocast, thread_state
 
 Act = Callable[[Action], None]
 _WAITING = (threading.__file__, queue.__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class MeetingPlace(Protocol):
@@ -46,6 +48,9 @@ class StoppedError(Exception):
 
 
 LOOK = 1.0  # seconds after which the caller looks whether the workers that it waits for are still there
+LOOKS = 3  # in which a worker waits at the same place before it is taken to wait for ever
+LOOKS_IN_C = 10  # the same where it cannot be seen that it waits: it may be in a long operation
+BUSY = 0.1  # who computes for more than this part of the time does not wait
 
 
 def play(
@@ -72,8 +77,9 @@ def play(
         BaseException: of the actions that failed, the error of the one that a loop over the micro-batches would have
             come to first; an interrupt goes before. Nothing starts after a failure or an interrupt of the caller, and
             no thread is left: what a worker is computing is waited for, however often the caller is interrupted. But
-            a worker whose module waits for a copy that has failed would wait for ever: it is left, and the error says so.
-        WorkerError: a thread is gone without having said so.
+            a worker whose module waits for a copy that has failed, or after an interrupt for one that waits too, would wait
+            for ever: it is left, and the error says so.
+        WorkerError: a thread is gone without having said so, or waits for copies that have all finished: it is left.
     """
     busy = [(list(actions), name) for actions, name in zip(workers, names, strict=True) if actions]
     if len(busy) == 1 or modes_in_force():
@@ -116,6 +122,9 @@ class _Players:
         self.at = [actions[0] for actions in workers]
         self.finished = [False] * len(workers)
         self.running: set[int] = set()
+        self.done: set[Action] = set()
+        self.stuck: dict[int, _Stuck] = {}
+        self.interrupted = False
         self.broken: list[int] = []  # ended early, and nobody had told them to
         self.callers = torch.get_num_threads()
         self.share = intra_op or max(1, self.callers // len(workers))
@@ -137,6 +146,9 @@ class _Players:
                 self.running.add(w)
                 thread.start()
             self._wait()
+        except BaseException:
+            self.interrupted = True
+            raise
         finally:
             self._end()
         if self.failures:
@@ -174,19 +186,58 @@ class _Players:
                     self._stop()
 
     def _leave_waiting(self) -> None:
-        """After a failure, leave the workers in which a module waits for the copy that has failed: it does so for ever."""
-        if self.meetings is None or not self.failures:
+        """Leave the workers in which a module waits for copies that do not answer any more: it does so for ever.
+
+        One that waits by Python's own means (`threading`, `queue`) is left at once if a copy that it meets has failed, and
+        after `LOOKS` looks at the same place if the others have all finished, failed, or wait in the same way. One that waits
+        in C (`queue.SimpleQueue`, a bare lock, `time.sleep`) cannot be told from one that computes: it is left in the same
+        circumstances, but only in a forward, after `LOOKS_IN_C` looks at the same place, and where the system tells how
+        long a thread has computed, if it did so for less than `BUSY` of the time.
+        """
+        if self.meetings is None:
             return
-        for w in sorted(self.running):
-            where = _waits_at(self.threads[w])
-            partners = self.meetings.members(self.at[w])
-            if where is not None and any(failed in partners for failed, _ in self.failures):
-                self.left.append(
-                    f"fxsplit: {self.names[w]} waits for a copy that has failed, {where}; it was left there"
+        at = {w: self.at[w] for w in self.running if self.at[w].kind == "F"}
+        others = {w: set(self.meetings.members(action)) - {action} for w, action in at.items()}
+        at = {w: action for w, action in at.items() if others[w]}
+        self._look(at)
+        failed = {action for action, _ in self.failures}
+        waiting = {at[w] for w, stuck in self.stuck.items() if stuck.for_ever}
+        leaving = []
+        for w, stuck in sorted(self.stuck.items()):
+            fails = bool(others[w] & failed)
+            alone = others[w] <= self.done | waiting and bool(others[w] & self.done or self.interrupted)
+            if (fails and (stuck.waits or stuck.for_ever)) or (alone and stuck.for_ever):
+                leaving.append((w, fails))
+        for w, fails in leaving:
+            line = self.stuck[w].line
+            if not (fails or self.interrupted or self.failures):
+                error = WorkerError(
+                    "a copy of a module waits for others that have finished: they were not called equally often",
+                    where=f"{self.names[w]}, at action {at[w]}: {line}; it was left there",
+                    remedy="a forward in which the copies wait for each other equally often, whatever the data",
                 )
-                self.running.discard(w)
-                self.meetings.leave(self.threads[w])
-                self.threads[w] = threading.current_thread()  # nobody joins it
+                self.failures.append((at[w], error))
+            else:
+                what = "a copy that has failed" if fails else "copies that do not answer"
+                self.left.append(f"fxsplit: {self.names[w]} waits for {what}, {line}; it was left there")
+            self.running.discard(w)
+            self.meetings.leave(self.threads[w])
+            self.threads[w] = threading.current_thread()  # nobody joins it
+        if leaving:
+            self._stop()
+
+    def _look(self, at: Mapping[int, Action]) -> None:
+        """Note which of these workers have not moved since the last look."""
+        before, self.stuck = self.stuck, {}
+        for w, action in at.items():
+            now, last = _stands_at(self.threads[w], action), before.get(w)
+            if now is None:
+                continue
+            moved = last is None or (last.action, last.place) != (now.action, now.place)
+            if last is None or moved or now.computed - last.computed > BUSY * LOOK:
+                self.stuck[w] = now
+            else:
+                self.stuck[w] = replace(now, looks=last.looks + 1)
 
     def _end(self) -> None:
         """Nothing runs afterwards. An interrupt that comes meanwhile is raised at the end.
@@ -206,7 +257,7 @@ class _Players:
                     torch.set_num_threads(self.callers)  # the workers changed what new threads start with
                 break
             except BaseException as error:
-                interrupt = error
+                interrupt, self.interrupted = error, True
         if interrupt is not None:
             raise interrupt
 
@@ -233,6 +284,7 @@ class _Players:
                     if self.stopping:
                         return
                     self.act(action)
+                    self.done.add(action)
                     for other in self.tell[action]:
                         self.inboxes[other].put(action)
             self.finished[w] = True
@@ -245,14 +297,55 @@ class _Players:
             self.outbox.put(w)
 
 
-def _waits_at(thread: threading.Thread) -> str | None:
-    """Where a thread waits for another one by Python's own means, as the line of the user's that it is in."""
+@dataclass(frozen=True)
+class _Stuck:
+    """Where a worker is, in code that is not fxsplit's.
+
+    Attributes:
+        action: in which.
+        place: code and instruction of every frame.
+        line: the user's.
+        waits: whether it waits by Python's own means; else it computes, or waits in C.
+        computed: seconds, where the system tells.
+        looks: in which it was there.
+    """
+
+    action: Action
+    place: tuple[tuple[int, int], ...]
+    line: str
+    waits: bool
+    computed: float
+    looks: int = 1
+
+    @property
+    def for_ever(self) -> bool:
+        """Whether it has been there for so long that it may be left."""
+        return self.looks >= (LOOKS if self.waits else LOOKS_IN_C)
+
+
+def _stands_at(thread: threading.Thread, action: Action) -> _Stuck | None:
+    """Where a thread is; None if in fxsplit's own code, which waits for nothing that does not come."""
     frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None or frame.f_code.co_filename not in _WAITING:
-        return None
+    waits = frame is not None and frame.f_code.co_filename in _WAITING
     while frame is not None and frame.f_code.co_filename in _WAITING:
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else None
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return None
+    line, place = f"{frame.f_code.co_filename}:{frame.f_lineno}", []
+    while frame is not None:
+        place.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return _Stuck(action, tuple(place), line, waits, _computed(thread))
+
+
+def _computed(thread: threading.Thread) -> float:
+    """Seconds that a thread has computed; zero where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _when(failure: tuple[Action, BaseException]) -> tuple[bool, int, bool, int, str]:
