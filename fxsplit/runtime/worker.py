@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import os
-import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -23,11 +21,10 @@ from ..actions import Action, Needs
 from ..compat import modes_in_force
 from ..errors import WorkerError
 from ..schedules.proof import serial_order
+from .stuck import Stuck, look
 from .threads import settle_autocast, thread_state
 
 Act = Callable[[Action], None]
-_WAITING = (threading.__file__, queue.__file__)
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class MeetingPlace(Protocol):
@@ -48,9 +45,6 @@ class StoppedError(Exception):
 
 
 LOOK = 1.0  # seconds after which the caller looks whether the workers that it waits for are still there
-LOOKS = 3  # in which a worker waits at the same place before it is taken to wait for ever
-LOOKS_IN_C = 10  # the same where it cannot be seen that it waits: it may be in a long operation
-BUSY = 0.1  # who computes for more than this part of the time does not wait
 
 
 def play(
@@ -123,7 +117,7 @@ class _Players:
         self.finished = [False] * len(workers)
         self.running: set[int] = set()
         self.done: set[Action] = set()
-        self.stuck: dict[int, _Stuck] = {}
+        self.stuck: dict[int, Stuck] = {}
         self.interrupted = False
         self.broken: list[int] = []  # ended early, and nobody had told them to
         self.callers = torch.get_num_threads()
@@ -189,17 +183,17 @@ class _Players:
         """Leave the workers in which a module waits for copies that do not answer any more: it does so for ever.
 
         One that waits by Python's own means (`threading`, `queue`) is left at once if a copy that it meets has failed, and
-        after `LOOKS` looks at the same place if the others have all finished, failed, or wait in the same way. One that waits
+        after `stuck.LOOKS` looks at the same place if the others have all finished, failed, or wait in the same way. One that waits
         in C (`queue.SimpleQueue`, a bare lock, `time.sleep`) cannot be told from one that computes: it is left in the same
-        circumstances, but only in a forward, after `LOOKS_IN_C` looks at the same place, and where the system tells how
-        long a thread has computed, if it did so for less than `BUSY` of the time.
+        circumstances, but only in a forward, after `stuck.LOOKS_IN_C` looks at the same place, and where the system tells how
+        long a thread has computed, if it did so for less than `stuck.BUSY` of the time.
         """
         if self.meetings is None:
             return
         at = {w: self.at[w] for w in self.running if self.at[w].kind == "F"}
         others = {w: set(self.meetings.members(action)) - {action} for w, action in at.items()}
         at = {w: action for w, action in at.items() if others[w]}
-        self._look(at)
+        self.stuck = look(self.threads, at, self.stuck, LOOK)
         failed = {action for action, _ in self.failures}
         waiting = {at[w] for w, stuck in self.stuck.items() if stuck.for_ever}
         leaving = []
@@ -225,19 +219,6 @@ class _Players:
             self.threads[w] = threading.current_thread()  # nobody joins it
         if leaving:
             self._stop()
-
-    def _look(self, at: Mapping[int, Action]) -> None:
-        """Note which of these workers have not moved since the last look."""
-        before, self.stuck = self.stuck, {}
-        for w, action in at.items():
-            now, last = _stands_at(self.threads[w], action), before.get(w)
-            if now is None:
-                continue
-            moved = last is None or (last.action, last.place) != (now.action, now.place)
-            if last is None or moved or now.computed - last.computed > BUSY * LOOK:
-                self.stuck[w] = now
-            else:
-                self.stuck[w] = replace(now, looks=last.looks + 1)
 
     def _end(self) -> None:
         """Nothing runs afterwards. An interrupt that comes meanwhile is raised at the end.
@@ -295,57 +276,6 @@ class _Players:
             self._stop()
         finally:
             self.outbox.put(w)
-
-
-@dataclass(frozen=True)
-class _Stuck:
-    """Where a worker is, in code that is not fxsplit's.
-
-    Attributes:
-        action: in which.
-        place: code and instruction of every frame.
-        line: the user's.
-        waits: whether it waits by Python's own means; else it computes, or waits in C.
-        computed: seconds, where the system tells.
-        looks: in which it was there.
-    """
-
-    action: Action
-    place: tuple[tuple[int, int], ...]
-    line: str
-    waits: bool
-    computed: float
-    looks: int = 1
-
-    @property
-    def for_ever(self) -> bool:
-        """Whether it has been there for so long that it may be left."""
-        return self.looks >= (LOOKS if self.waits else LOOKS_IN_C)
-
-
-def _stands_at(thread: threading.Thread, action: Action) -> _Stuck | None:
-    """Where a thread is; None if in fxsplit's own code, which waits for nothing that does not come."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    waits = frame is not None and frame.f_code.co_filename in _WAITING
-    while frame is not None and frame.f_code.co_filename in _WAITING:
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_OURS):
-        return None
-    line, place = f"{frame.f_code.co_filename}:{frame.f_lineno}", []
-    while frame is not None:
-        place.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return _Stuck(action, tuple(place), line, waits, _computed(thread))
-
-
-def _computed(thread: threading.Thread) -> float:
-    """Seconds that a thread has computed; zero where the system does not tell."""
-    try:
-        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
-            user, system = file.read().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return 0.0
 
 
 def _when(failure: tuple[Action, BaseException]) -> tuple[bool, int, bool, int, str]:
