@@ -333,7 +333,20 @@ def test_a_failed_step_commits_nothing():
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_functional_batch_norm_is_put_off_too():
+def _low(function):
+    return lambda x, mean, var, training: function(x, None, None, mean, var, training, 0.2, 1e-5, False)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, mean, var, training: F.batch_norm(x, mean, var, None, None, training, 0.2),
+        _low(torch.batch_norm),
+        _low(torch.ops.aten.batch_norm.default),
+    ],
+    ids=["functional", "torch", "aten"],
+)
+def test_functions_of_batch_norm_are_put_off_too(function):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -342,10 +355,10 @@ def test_functional_batch_norm_is_put_off_too():
             self.l = nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.l(F.batch_norm(x, self.mean, self.var, None, None, self.training, 0.2))
+            return self.l(function(x, self.mean, self.var, self.training))
 
     model = Own()
-    eager, x = copy.deepcopy(model), torch.randn(10, 4)
+    eager, x = copy.deepcopy(model), torch.randn(10, 4) + 3
     pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=4, deferred_batch_norm=True), example_args=(x,))
     pipe(x), eager(x)
     torch.testing.assert_close(model.mean, eager.mean)
@@ -653,26 +666,6 @@ def test_a_batch_norm_that_is_called_twice(momentum):
         pipe(x), eager(x)
     for a, b in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("function", [torch.batch_norm, torch.ops.aten.batch_norm.default])
-def test_other_names_of_batch_norm_are_put_off_too(function):
-    class Low(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("var", torch.ones(4))
-            self.l = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.l(function(x, None, None, self.mean, self.var, self.training, 0.2, 1e-5, False))
-
-    model = Low()
-    eager, x = copy.deepcopy(model), torch.randn(10, 4) + 3
-    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=4, deferred_batch_norm=True), example_args=(x,))
-    pipe(x), eager(x)
-    torch.testing.assert_close(model.mean, eager.mean)
-    torch.testing.assert_close(model.var, eager.var)
 
 
 def test_a_schedule_of_forwards_only_is_refused():

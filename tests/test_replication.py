@@ -231,6 +231,26 @@ def test_an_error_of_a_callback_names_module_and_copy():
     assert error.__notes__ == ["fxsplit: in the replication callback of 1.0, copy 1"]
 
 
+def test_copies_are_told_anew_after_one_could_not_be():
+    told, wrong = [], []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+
+    def callback(module, ctx, copy_id):
+        if wrong and copy_id == 1:
+            raise KeyError("mine")
+        told.append(copy_id)
+
+    fxsplit.on_replicate(model[0], callback)
+    pipe = fxsplit.compile(model, Plan(replicas=2), example_args=(X.float(),))
+    model[0] = copy.deepcopy(model[0])  # copies are made anew in the next call
+    wrong.append(True)
+    with pytest.raises(KeyError, match="mine"):
+        pipe(X.float())
+    wrong.clear()
+    torch.testing.assert_close(pipe(X.float()), model(X.float()))
+    assert told == [0, 1, 0, 0, 1]
+
+
 def test_copies_that_would_be_called_an_unequal_number_of_times():
     with pytest.raises(errors.PlanError, match="micro_batches=3, but 'norm' has a replication callback"):
         fxsplit.compile(net(), Plan(replicas=2, micro_batches=3), example_args=(X,))

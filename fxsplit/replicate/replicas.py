@@ -130,14 +130,15 @@ class Replicas:
     def _tell(self, path: str, module: nn.Module, copy: nn.Module, number: int) -> None:
         if (id(copy), number) in self._company.told:
             return
-        self._company.told.add((id(copy), number))
         context = self._company.contexts.setdefault(id(module), ReplicationContext())
         for callback in callbacks_of(module):
             try:
                 callback(copy, context, number)
             except BaseException as error:
                 error.add_note(f"fxsplit: in the replication callback of {path}, copy {number}")
+                self._company.give_up()  # some have been told, others not
                 raise
+        self._company.told.add((id(copy), number))
 
     def now(self, parameters: Mapping[str, nn.Parameter]) -> dict[int, Sequence[Replica]]:
         """The replicas of each stage, as the model is now.

@@ -65,9 +65,9 @@ class Crew:
             )
         return [1] if batch is None else sizes(batch, max(count, 1))
 
-    def schedule_for(self, micro_batches: int) -> Schedule:
-        """The schedule of a batch that is split into this many micro-batches, proven."""
-        program, rounds = self._program, self.rounds(micro_batches)
+    def schedule_for(self, micro_batches: int, rounds: Mapping[int, int]) -> Schedule:
+        """The schedule of a batch that is split into this many micro-batches, some of which meet; proven."""
+        program = self._program
         key = micro_batches, frozenset(rounds.items())
         if key not in self._schedules:
             # Where all micro-batches meet, each has a worker of its own.
@@ -110,7 +110,7 @@ class Crew:
         for tree in self._company.trees.values():
             tree.forget()
 
-    def check_can_meet(self, micro_batches: int) -> None:
+    def check_can_meet(self, rounds: Mapping[int, int]) -> None:
         """Refuse a call in which micro-batches could not wait for each other.
 
         Raises:
@@ -122,7 +122,7 @@ class Crew:
                 "what the copies of this call say to each other",
                 remedy="make the model anew; or end their wait, in the module",
             )
-        if self.rounds(micro_batches) and modes_in_force():
+        if rounds and modes_in_force():
             raise ArgumentError(
                 "micro-batches that meet have threads of their own, but a TorchFunctionMode or TorchDispatchMode is in force",
                 remedy="leave the mode, or call pipe.unsplit() in it",
@@ -139,15 +139,14 @@ class Crew:
                 self._left += call.left
             raise
 
-    def norms(self, micro_batches: int, replicas: Mapping[int, Sequence[Replica]]) -> DeferredNorms | None:
+    def norms(
+        self, rounds: Mapping[int, int], replicas: Mapping[int, Sequence[Replica]]
+    ) -> DeferredNorms | None:
         """What keeps the statistics of batch normalisation in a call, where the plan says so."""
-        counters = batch_counters(self._model)
-        if self._plan.deferred_batch_norm:
-            norms = DeferredNorms(counters)
-        elif self._plan.sync_batch_norm and micro_batches > 1:
-            norms = SyncNorms(counters, self.rounds(micro_batches))
-        else:
+        if not (self._plan.deferred_batch_norm or self._plan.sync_batch_norm):
             return None
+        counters = batch_counters(self._model)
+        norms = SyncNorms(counters, rounds) if self._plan.sync_batch_norm else DeferredNorms(counters)
         norms.follow(self._originals(replicas))
         return norms
 

@@ -146,7 +146,7 @@ class Pipeline(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
-        check_not_inside(self._lock, self.schedule.name)
+        check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
         if self.model.training not in self.traced.modes:
@@ -196,7 +196,8 @@ class Pipeline(nn.Module):
         replicas: Mapping[int, Sequence[Replica]] | None = None,
     ) -> Call:
         count, crew = len(chunks), self._crew
-        crew.check_can_meet(count)
+        rounds = crew.rounds(count)
+        crew.check_can_meet(rounds)
         if replicas is None:
             found = crew.replicas()
             found.tell()
@@ -208,11 +209,11 @@ class Pipeline(nn.Module):
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
-            norms=crew.norms(count, replicas),
-            rounds=crew.rounds(count),
+            norms=crew.norms(rounds, replicas),
+            rounds=rounds,
             anomaly=self.plan.detect_anomaly,
         )
-        return Call(self.program, crew.schedule_for(count), chunks, parameters, how, replicas)
+        return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
 
     def refresh_replicas(self) -> None:
         """Copy all parameters and buffers anew to replicas on other devices, in the next call.
@@ -342,7 +343,7 @@ class Pipeline(nn.Module):
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
-        return self._crew.schedule_for(micro_batches)
+        return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
 
     @property
     def schedule(self) -> Schedule:

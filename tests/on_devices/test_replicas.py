@@ -377,3 +377,29 @@ def test_callbacks_are_called_when_parameters_are_where_they_belong():
     fxsplit.on_replicate(model[0], lambda module, ctx, copy_id: seen.append(str(module.weight.device)))
     fxsplit.compile(model, Plan(devices=[["sim:2", "sim:1", "cpu"]]), example_args=(X,))
     assert seen == ["sim:2", "sim:1", "cpu"]
+
+
+class TwoPaths(nn.Module):
+    """Another graph in each mode; the one of train() writes statistics that the one of eval() only reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        h = self.norm(self.a(x))
+        return h if self.training else h.relu() * 2
+
+
+@pytest.mark.parametrize("trained_first", [True, False])
+def test_statistics_that_only_the_other_mode_writes(trained_first):
+    model = TwoPaths().train(trained_first)
+    pipe = fxsplit.compile(model, Plan(devices=[["cpu", "sim:1"]], micro_batches=4), example_args=(X,))
+    assert pipe.other_mode is not None
+    pipe.eval()
+    pipe(X)  # there are copies now
+    pipe.train()
+    for _ in range(3):
+        pipe(X * 3 + 1)
+    pipe.eval()
+    torch.testing.assert_close(pipe(X), model(X))
