@@ -16,15 +16,16 @@ from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
 from .codegen.memory import with_simulated_memory
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
-from .graph import is_within, output_names, output_values
+from .graph import is_within, output_values
 from .ir import Assignment, Program, Traced
-from .microbatch import Merge, find_merges
+from .merging.decide import Merging, find_merges
+from .microbatch import Merge
 from .partition.shared import partition_with_homes
 from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
-from .replicate.meet import NORM_LAYERS, check_replicas
+from .replicate.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.pipeline import Pipeline
 from .sizes import in_units
@@ -77,7 +78,7 @@ def compile(
             check=check,
         )
         inputs = traced.signature.flatten(example_args, kwargs)
-        pipe = _pipeline(model, traced, plan, inputs)
+        pipe = _pipeline(model, traced, plan, inputs, check)
         if check:
             _verify_split(pipe, inputs)
         replicas = pipe.active.make_replicas()
@@ -108,20 +109,23 @@ def _arguments(
     return plan, dict(example_kwargs or {})
 
 
-def _pipeline(model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]) -> Pipeline:
+def _pipeline(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor], check: bool
+) -> Pipeline:
     """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
-    traced, assignment, runs = _assign(model, traced, plan, inputs)
+    dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
+    merging = _merging(model, traced, plan, dims, inputs, check)
+    traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
     _check_devices(assignment)
     program = generate(model, traced, assignment, runs)
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
-    dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
-    merges = _merges(model, traced, plan, dims, inputs)
+    _warn(model, plan, merging)
     other = None
     if traced.other_mode is not None:
-        other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs)
+        other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs, check)
     example = [_ordinary(x) for x in inputs]
-    pipe = Pipeline(model, plan, traced, assignment, program, dims, merges, example, other)
+    pipe = Pipeline(model, plan, traced, assignment, program, dims, merging.merges, example, other)
     pipe.schedule_for(plan.micro_batches)  # proves it
     return pipe
 
@@ -210,6 +214,7 @@ def _other_pipeline(
     assignment: Assignment,
     program: Program,
     inputs: Sequence[torch.Tensor],
+    check: bool,
 ) -> Pipeline:
     """The pipeline of the other mode: every module stays where it is. It may have other stages, and lacks some modules."""
     chosen = plan.checkpoint
@@ -217,16 +222,16 @@ def _other_pipeline(
         plan = plan.replace(checkpoint=lambda path, _: path in chosen)
     if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
         try:
-            return _pipeline(model, other, plan, inputs)
+            return _pipeline(model, other, plan, inputs, check)
         except (PartitionError, ScheduleError):  # fewer units, or no such path
             plan = _without_lists(plan, device_map={"": str(assignment.devices[0])})
-            return _pipeline(model, other, plan, inputs)
+            return _pipeline(model, other, plan, inputs, check)
     placed = _placed_alike(other, assignment, program)
     try:
-        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs)
+        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
     except PartitionError:  # an operation has no neighbour that says where it runs
         placed.setdefault("", str(assignment.devices[-1]))
-        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs)
+        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
 
 
 def _without_lists(plan: Plan, device_map: Mapping[str, str]) -> Plan:
@@ -296,34 +301,23 @@ def _check_devices(assignment: Assignment) -> None:
             ) from None
 
 
-def _merges(
-    model: nn.Module, traced: Traced, plan: Plan, dims: BatchDims, inputs: Sequence[torch.Tensor]
-) -> list[Merge]:
-    count = len(output_values(traced.graph))
+def _merging(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    dims: BatchDims,
+    inputs: Sequence[torch.Tensor],
+    check: bool,
+) -> Merging:
+    """How outputs are merged; nothing is to be merged of one micro-batch."""
     if plan.micro_batches == 1:
-        return [Merge("same")] * count
+        return Merging(traced, (Merge("same"),) * len(output_values(traced.graph)))
+    return find_merges(model, traced, dims, inputs, check=check)
 
-    draws = False
 
-    def run(values: Sequence[torch.Tensor]) -> list[Any]:
-        nonlocal draws
-        with preserved(model, parameters=True):
-            state = torch.get_rng_state()
-            for module in model.modules():
-                module.training = False
-            found = traced.module(*(v.detach().clone() for v in values))
-            draws = draws or not torch.equal(state, torch.get_rng_state())
-            return [v.detach() if isinstance(v, torch.Tensor) else v for v in found]
-
-    names = output_names(traced)
-    merges, mixing = find_merges(run, inputs, dims, names)
-    # Other random numbers are not other rows, and layers that know only the batch's statistics will have them.
-    synchronised = plan.sync_batch_norm and any(
-        isinstance(m, NORM_LAYERS) and m.running_mean is None for m in model.modules()
-    )
-    for name in () if draws or synchronised else mixing:
+def _warn(model: nn.Module, plan: Plan, merging: Merging) -> None:
+    for what in () if plan.sync_batch_norm else merging.warnings:
         warnings.warn(
-            f"{name} of {type(model).__name__} mixes rows of the batch: with micro-batches it is another value",
-            stacklevel=3,
+            f"{what}: with micro-batches, {type(model).__name__} gives another value than for the whole batch",
+            stacklevel=4,
         )
-    return merges

@@ -30,9 +30,8 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
 
 def output_names(traced: Traced) -> list[str]:
     """How the user would write each flat output: ``output``, ``output['logits']``."""
-    count = len(output_values(traced.graph))
     tree = tree_unflatten(
-        [torch.empty(0)] * count, traced.out_spec
+        [torch.empty(0)] * traced.out_spec.num_leaves, traced.out_spec
     )  # records are looked into if they hold tensors
     return [f"output{path}" for path, _ in tree_flatten_with_paths(tree)]
 

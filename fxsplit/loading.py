@@ -18,7 +18,7 @@ from .compat import name_namedtuple, spec_from_text
 from .errors import SerializeError
 from .graph import ModuleMode, resolve, run_under
 from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
-from .microbatch import Merge
+from .microbatch import Merge, Total
 from .place import place
 from .plan import Plan
 from .proof.structure import verify_structure
@@ -107,8 +107,13 @@ def _pipeline(
                 remedy="save the pipeline again; to change what it computes, change the model and compile",
             )
     dims = BatchDims(tuple(data["batch_dims"]), tuple(a.name for a in traced.signature.arguments))
-    merges = [Merge(how, dim) for how, dim in data["merges"]]
+    merges = [_merge(row) for row in data["merges"]]
     return Pipeline(model, plan, traced, assignment, program, dims, merges, _example(data, traced), other)
+
+
+def _merge(data: Mapping[str, Any]) -> Merge:
+    total = None if data["total"] is None else Total(**data["total"])
+    return Merge(**{**data, "total": total, "terms": tuple((i, n) for i, n in data["terms"])})
 
 
 def _device_map(data: Mapping[str, Any] | str) -> Mapping[str, Any] | str:

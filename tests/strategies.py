@@ -162,7 +162,7 @@ def compiled_with_fewer(model, plan, args, **options):
     while True:
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*mixes rows of the batch")
+                warnings.filterwarnings("ignore", message=".*than for the whole batch")
                 return fxsplit.compile(model, plan, example_args=args, **options)
         except fxsplit.errors.PartitionError:
             fewer = plan.stages - 1

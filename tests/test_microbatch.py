@@ -107,8 +107,8 @@ class Centred(nn.Module):
         return y - y.mean(0)
 
 
-def test_an_output_that_mixes_rows_is_named():
-    with pytest.warns(UserWarning, match="output of Centred mixes rows"):
+def test_an_output_that_mixes_rows_is_refused():
+    with pytest.raises(BatchError, match="made of all rows of the batch"):
         fxsplit.compile(Centred(), fxsplit.Plan(micro_batches=2), example_args=(torch.randn(4, 3),))
 
 

@@ -217,7 +217,7 @@ def _check_rows(merges: Sequence[Merge], reduction: Reduction, caller: Caller) -
     said = reduction.over == "said"
     for merge in merges:
         rows = merge.how == "rows" and (merge.dim == 0 or said)
-        if not rows and not (merge.how == "mean" and said and reduction.how == "mean"):
+        if not rows and not (merge == Merge("mean") and said and reduction.how == "mean"):
             raise ArgumentError(
                 "an output is no tensor with a row for each of the batch in dimension 0, so the loss of the batch is not "
                 "the sum of those of micro-batches",

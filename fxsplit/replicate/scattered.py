@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from ..compat import TreeSpec, register_pytree, tree_unflatten
-from ..microbatch import Merge, together
+from ..microbatch import Merge, merged, shown
 
 
 # DistributedDataParallel looks for the tensors in an output by dataclass (find_unused_parameters), and hands them on by
@@ -49,9 +49,9 @@ class Scattered:
 
         Args:
             sizes: None for a single part without a batch.
-            merges: how each flat output is merged.
+            merges: how each flat output is merged; those after the model's own are the weights of means.
         """
-        self.parts = tuple(tree_unflatten(list(row), spec) for row in leaves)
+        self.parts = tuple(tree_unflatten(list(row)[: shown(merges)], spec) for row in leaves)
         self.sizes, self.devices = tuple(sizes or (1,)), tuple(devices)
         self.has_batch = sizes is not None
         self._leaves, self._spec, self._merges = [list(row) for row in leaves], spec, tuple(merges)
@@ -67,11 +67,8 @@ class Scattered:
         """
         if len(self.parts) == 1:
             return self.parts[0]
-        columns = zip(*self._leaves, strict=True)
-        merged = [
-            m.merge(together(values), self.sizes) for m, values in zip(self._merges, columns, strict=True)
-        ]
-        return tree_unflatten(merged, self._spec)
+        columns = list(zip(*self._leaves, strict=True))
+        return tree_unflatten(merged(self._merges, columns, self.sizes), self._spec)
 
     def detach(self) -> Scattered:
         """The same parts without their graph."""
@@ -82,7 +79,7 @@ class Scattered:
     @property
     def merges(self) -> tuple[Merge, ...]:
         """How each tensor in the output is merged, and whatever else differs from part to part."""
-        pairs = zip(self._merges, self._leaves[0], strict=True)
+        pairs = zip(self._merges[: shown(self._merges)], self._leaves[0], strict=False)
         return tuple(m for m, v in pairs if isinstance(v, torch.Tensor) or m.how != "same")
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from ..batch import BatchDims
 from ..compat import backward_keeps_graph, storage_key
 from ..errors import GradientError
-from ..microbatch import Merge, together
+from ..microbatch import Merge, merged, shown, split_gradients
 from .execute import Call
 from .inside import LossInside
 
@@ -71,15 +71,16 @@ class Runner:
         self.positions: list[int] = []
         self.per_output: list[list[Any]] = []
         self.spent = False
+        # What is gathered later needs the weights of means, too.
+        self.outputs = call.program.outputs[: shown(merges)] if gather else call.program.outputs
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         """The tensor outputs, each value once, all parts of it in a row; and whether each is differentiable."""
         by_micro_batch = self.call.forward()
         self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
-        merged = [[v] for v in self.merged(by_micro_batch)] if self.gather else []
-        self.given = merged if self.gather else self.per_output
+        self.given = [[v] for v in self.merged(by_micro_batch)] if self.gather else self.per_output
         first: dict[str, int] = {}
-        for i, name in enumerate(self.call.program.outputs):
+        for i, name in enumerate(self.outputs):
             if isinstance(name, str) and isinstance(self.given[i][0], torch.Tensor):
                 first.setdefault(name, i)
         self.positions = list(first.values())
@@ -101,19 +102,17 @@ class Runner:
         program, rows = self.call.program, []
         for k, given in enumerate(inputs):
             by_name = {
-                program.outputs[i]: t for i, t in zip(self.positions, tensors[k :: len(inputs)], strict=True)
+                self.outputs[i]: t for i, t in zip(self.positions, tensors[k :: len(inputs)], strict=True)
             }
             by_name.update(zip(program.inputs, given, strict=True))
-            pairs = zip(program.outputs, self.given, strict=True)
+            pairs = zip(self.outputs, self.given, strict=True)
             rows.append([by_name.get(v, seen[k]) if isinstance(v, str) else v[0] for v, seen in pairs])
         return rows
 
     def devices(self) -> list[torch.device]:
         """Where the last stage of each micro-batch ran: the devices of what it gives."""
         made_by = self.call.made_by
-        last = max(
-            self.positions, key=lambda i: made_by.get(str(self.call.program.outputs[i]), -1), default=None
-        )
+        last = max(self.positions, key=lambda i: made_by.get(str(self.outputs[i]), -1), default=None)
         if last is None:
             return [torch.empty(0, device=self.call.program.stages[-1].device).device] * len(self.rows)
         return [v.device for v in self.per_output[last]]
@@ -124,7 +123,7 @@ class Runner:
             return tensors  # merged: new memory
         taken = {_memory(x) for chunk in self.call.chunks for x in chunk} - {None}
         handed_back = set(self.call.program.inputs)
-        names = [self.call.program.outputs[i] for i in self.positions for _ in self.given[i]]
+        names = [self.outputs[i] for i in self.positions for _ in self.given[i]]
         apart = []
         for name, tensor in zip(names, tensors, strict=True):
             if name not in handed_back and (memory := _memory(tensor)) is not None:
@@ -146,21 +145,21 @@ class Runner:
                 "backward through the pipeline a second time: its values were freed by the first backward",
                 remedy="loss.backward(retain_graph=True) in the first one",
             )
-        call, program = self.call, self.call.program
-        rows: list[dict[str, Any]] = [{} for _ in self.rows]
+        found: dict[int, list[torch.Tensor | None]] = {}
         following = iter(gradients)
         for position in self.positions:
-            name = program.outputs[position]
-            pieces = list(itertools.islice(following, len(self.given[position])))
-            if self.gather:
-                if pieces[0] is None:
-                    continue
-                pieces = self.merges[position].split_gradient(pieces[0], self.per_output[position], self.rows)
+            found[position] = list(itertools.islice(following, len(self.given[position])))
+        if self.gather:
+            merged_ones = {i: g for i, (g,) in found.items() if g is not None}
+            found = split_gradients(self.merges, merged_ones, self.per_output, self.rows)
+        rows: list[dict[str, Any]] = [{} for _ in self.rows]
+        for position, pieces in found.items():
+            name = str(self.call.program.outputs[position])
             for row, piece in zip(rows, pieces, strict=True):
                 if piece is not None:
-                    row[str(name)] = piece
+                    row[name] = row[name] + piece if name in row else piece
         self.spent = not keep_graph
-        call.backward(rows, keep_graph=keep_graph)
+        self.call.backward(rows, keep_graph=keep_graph)
         return self._gradients()
 
     def step(self, loss: LossInside) -> list[torch.Tensor | None]:
@@ -170,10 +169,7 @@ class Runner:
 
     def merged(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the whole batch, from those of each micro-batch."""
-        by_output = zip(*rows, strict=True)
-        return [
-            m.merge(together(values), self.rows) for m, values in zip(self.merges, by_output, strict=True)
-        ]
+        return merged(self.merges, list(zip(*rows, strict=True)), self.rows)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         call, program = self.call, self.call.program

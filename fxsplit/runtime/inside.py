@@ -63,7 +63,7 @@ class LossInside:
         with self._turns, torch.enable_grad():
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
             with self.around(), Stream(lambda: stage_seed(self._seed(), i, stages)):
-                part = self.loss(i, tree_unflatten(flat, self.out_spec))
+                part = self.loss(i, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
             wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
             others = [t for t in leaves_of(part) if id(t) not in wanted]

@@ -20,9 +20,9 @@ from ..batch import BatchDims
 from ..compat import tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, MoveError, PlanError, SerializeError
-from ..graph import bind, resolve
+from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
-from ..microbatch import Merge
+from ..microbatch import Merge, shown
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
@@ -274,9 +274,9 @@ class Pipeline(nn.Module):
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
                 inputs, chunks, rows = self.active._split(args, kwargs)
                 if len(rows) > 1:
-                    outputs = self.active.program.outputs
+                    known, outputs = self.active.merges, self.active.program.outputs
                     merges = [
-                        m for m, v in zip(self.active.merges, outputs, strict=True) if isinstance(v, str)
+                        m for m, v in zip(known[: shown(known)], outputs, strict=False) if isinstance(v, str)
                     ]
                     if isinstance(loss_fn, Criterion):
                         reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
@@ -448,7 +448,10 @@ class Pipeline(nn.Module):
     def report(self) -> str:
         """The stage table: what each stage has and costs, how far from the best the cut can be, and the predicted bubble."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
-        return stage_table(self.plan, self.traced, self.assignment, sizes)
+        table = stage_table(self.plan, self.traced, self.assignment, sizes)
+        named = zip(output_names(self.traced), self.merges, strict=False)
+        merges = [f"{name}: {m.how} over micro-batches, {m.note}" for name, m in named if m.note]
+        return "\n".join([table, *merges])
 
     def memory(self) -> dict[torch.device, Live]:
         """Per device the bytes of activations that a batch like the example keeps for backward, by simulation.

@@ -227,7 +227,7 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         "forecast": asdict(assignment.forecast),
         "regions": [region_runs(stage) for stage in pipe.program.stages],
         "batch_dims": list(pipe.dims.dims),
-        "merges": [[m.how, m.dim] for m in pipe.merges],
+        "merges": [asdict(m) for m in pipe.merges],
     }
 
 

@@ -103,7 +103,8 @@ class Skeleton(nn.Module):
         """What the traced graph computes, in one piece."""
         traced: Traced = self.__dict__["_slot"].traced.for_mode(self.training)
         inputs = traced.signature.flatten(args, kwargs)
-        return tree_unflatten(tree_leaves(list(traced.module(*inputs))), traced.out_spec)
+        flat = list(traced.module(*inputs))[: traced.out_spec.num_leaves]  # without weights of means
+        return tree_unflatten(tree_leaves(flat), traced.out_spec)
 
 
 def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -13,8 +13,10 @@ from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..graph import first_difference, structure
+from ..microbatch import merged, shown, split_gradients
 from ..replicate.scattered import Scattered
 from ..runtime.pipeline import Pipeline
+from ..state import preserved
 
 
 def graphs_equal(a: fx.Graph, b: fx.Graph) -> tuple[bool, str]:
@@ -87,20 +89,30 @@ def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor])
     results = []
     for chunk in chunks:
         args, kwargs = pipe.traced.signature.unflatten(chunk)
-        results.append(tree_leaves(model(*args, **kwargs)))
+        weights = _weights(model, pipe, chunk)
+        results.append([*tree_leaves(model(*args, **kwargs)), *weights])
     columns = list(zip(*results, strict=True))
-    outputs = [merge.merge(values, rows) for merge, values in zip(pipe.merges, columns, strict=True)]
-    pieces = [
-        merge.split_gradient(gradient_for(output), values, rows)
-        if isinstance(output, torch.Tensor) and output.requires_grad
-        else [None] * len(rows)
-        for merge, output, values in zip(pipe.merges, outputs, columns, strict=True)
-    ]
-    for row, gradients in zip(results, zip(*pieces, strict=True), strict=True):
-        pairs = [(t, g) for t, g in zip(row, gradients, strict=True) if g is not None]
+    outputs = merged(pipe.merges, columns, rows)
+    seeds = {
+        i: gradient_for(v)
+        for i, v in enumerate(outputs)
+        if isinstance(v, torch.Tensor) and any(part.requires_grad for part in columns[i])
+    }
+    pieces = split_gradients(pipe.merges, seeds, columns, rows)
+    for k, row in enumerate(results):
+        pairs = [(row[i], given[k]) for i, given in pieces.items() if given[k] is not None]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     return _collect(model, leaves, outputs)
+
+
+def _weights(model: nn.Module, pipe: Pipeline, chunk: Sequence[torch.Tensor]) -> list[Any]:
+    """What one micro-batch counts in each mean that is weighted: the model does not say it, its graph does."""
+    count = shown(pipe.merges)
+    if count == len(pipe.merges):
+        return []
+    with preserved(model, parameters=True):
+        return list(pipe.traced.module(*chunk))[count:]
 
 
 def _collect(model: nn.Module, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> dict[str, Any]:

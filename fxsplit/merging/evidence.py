@@ -1,0 +1,160 @@
+"""What a program gives for a batch and for its parts, in values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..batch import BatchDims
+from ..compare import agree, gradient_for
+from ..errors import BatchError
+from ..ir import Traced
+from ..microbatch import Merge, merged_one, split_gradients
+from ..state import preserved
+from .probes import Probe
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The flat outputs of a batch and of its parts, with their graphs.
+
+    Attributes:
+        leaves: of the whole run and of each part what gradients are asked of: parameters, then inputs.
+        shared: how many of them are parameters.
+        draws: whether random numbers were drawn, so that equal values are not to be expected.
+    """
+
+    whole: Sequence[Any]
+    parts: Sequence[Sequence[Any]]
+    leaves: Sequence[Sequence[torch.Tensor]]
+    dims: Sequence[int | None]
+    shared: int
+    rows: Sequence[int]
+    draws: bool
+
+    def fits(self, i: int, merge: Merge, merges: Sequence[Merge] = ()) -> bool:
+        """Whether `merge` gives output `i` of the whole batch, and its gradients.
+
+        Args:
+            merges: of all outputs, where `merge` has a weight among them.
+        """
+        every = list(merges) or [Merge("same")] * len(self.whole)
+        every[i] = merge
+        columns = [list(values) for values in zip(*self.parts, strict=True)]
+        try:
+            if merge.how == "same" and not all(
+                agree(v, self.whole[i], **_near(self.whole[i])) for v in columns[i]
+            ):
+                return False
+            found = columns[i][0] if merge.how == "same" else merged_one(i, every, columns, self.rows)
+        except (BatchError, RuntimeError, TypeError):
+            return False
+        whole = self.whole[i]
+        if self.draws:
+            return not isinstance(whole, torch.Tensor) or (found.shape == whole.shape and merge.how == "rows")
+        return agree(found, whole, **_near(whole)) and self._same_gradients(i, every, columns)
+
+    def _same_gradients(self, i: int, merges: Sequence[Merge], columns: Sequence[Sequence[Any]]) -> bool:
+        whole = self.whole[i]
+        if not isinstance(whole, torch.Tensor) or not whole.requires_grad or whole.is_meta:
+            return True
+        seed = gradient_for(whole)
+        expected = _gradients([whole], [seed], self.leaves[0])
+        pieces = split_gradients(merges, {i: seed}, columns, self.rows)
+        by_part = []
+        for k, part in enumerate(self.parts):
+            pairs = [(part[j], row[k]) for j, row in pieces.items()]
+            given = [(v, g) for v, g in pairs if g is not None and v.requires_grad]
+            by_part.append(_gradients([v for v, _ in given], [g for _, g in given], self.leaves[k + 1]))
+        found = [_together(row, d) for row, d in zip(zip(*by_part, strict=True), self._dims(), strict=True)]
+        largest = max(
+            (float(g.nan_to_num().abs().max()) for g in expected if g is not None and g.numel()), default=0.0
+        )
+        near, noise = max(1e-3, _eps(whole) * 16), _eps(whole) * 1e3
+        return all(
+            agree(_filled(a, b), _filled(b, a), atol=noise + largest * near / 50, of_largest=near)
+            for a, b in zip(found, expected, strict=True)
+        )
+
+    def _dims(self) -> list[int | None]:
+        return [None] * self.shared + list(self.dims)
+
+    def described(self, i: int) -> str:
+        """The values, for a message."""
+        shown = [_show(part[i]) for part in self.parts]
+        rows = " and ".join(map(str, self.rows))
+        return f"whole batch: {_show(self.whole[i])}; micro-batches of {rows} rows: {', '.join(shown)}"
+
+
+def evidence_of(model: nn.Module, traced: Traced, probe: Probe, dims: BatchDims) -> Evidence | None:
+    """Run the program on a batch and on its parts; None where it does not take what was made up."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    outputs, leaves, draws = [], [], False
+    for inputs in (probe.inputs, *dims.split(probe.inputs, probe.rows)):
+        own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        try:
+            with preserved(model), torch.enable_grad():
+                before = torch.get_rng_state()
+                outputs.append(list(traced.module(*own)))
+                draws = draws or not torch.equal(before, torch.get_rng_state())
+        except Exception:
+            if probe.made_up:
+                return None
+            raise
+        leaves.append([*parameters, *(x for x in own if x.requires_grad)])
+    asked = [d for x, d in zip(probe.inputs, dims.dims, strict=True) if x.requires_grad]
+    return Evidence(outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws)
+
+
+def are_rows(whole: Any, parts: Sequence[Any], dim: int) -> bool:
+    """Whether the value of a batch is that of its parts, one after the other."""
+    if not isinstance(whole, torch.Tensor) or whole.is_meta:
+        return True
+    try:
+        found = torch.cat(list(parts), dim) if whole.dim() else parts[0]
+    except (RuntimeError, IndexError):
+        return False
+    return agree(found, whole, **_near(whole))
+
+
+def _gradients(
+    roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    if not roots or not leaves:
+        return [None] * len(leaves)
+    return torch.autograd.grad(roots, leaves, seeds, allow_unused=True, retain_graph=True)
+
+
+def _together(pieces: Sequence[torch.Tensor | None], dim: int | None) -> torch.Tensor | None:
+    there = [p for p in pieces if p is not None]
+    if not there:
+        return None
+    if dim is not None:
+        return torch.cat(there, dim) if len(there) == len(pieces) else None
+    return sum(there[1:], there[0])
+
+
+def _filled(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """No gradient is one of zeros."""
+    return torch.zeros_like(other) if gradient is None and other is not None else gradient
+
+
+def _near(value: Any) -> dict[str, float]:
+    """How near two values are that differ by the order of their terms; those may be of the order of 1 and cancel out."""
+    eps = _eps(value) if isinstance(value, torch.Tensor) else 1e-12
+    return {"rtol": eps * 32, "atol": eps * 100, "of_largest": max(1e-5, eps * 16) if eps > 1e-12 else 1e-9}
+
+
+def _eps(value: torch.Tensor) -> float:
+    kind = value.dtype
+    return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.item():.6g}" if value.numel() == 1 else f"shape {tuple(value.shape)}"
+    return repr(value)
