@@ -349,3 +349,14 @@ def modes_in_force() -> bool:
     functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch 2.13
     dispatch = torch._C._len_torch_dispatch_stack()  # torch 2.13
     return dispatch > 0 or any(not isinstance(mode, _device.DeviceContext) for mode in functions)
+
+
+def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether two objects are the same generator of random numbers."""
+    return a is b or bool(a._cdata == b._cdata)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation is under way and this tensor carries a tangent."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 and torch.autograd.forward_ad.unpack_dual(tensor, level=level).tangent is not None

@@ -202,6 +202,7 @@ class Pipeline(nn.Module):
             found = crew.replicas()
             found.tell()
             replicas = found.now(parameters)
+        shared, watched = crew.watching(count)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -211,6 +212,9 @@ class Pipeline(nn.Module):
             hooks=tuple(self._action_hooks.values()),
             norms=crew.norms(rounds, replicas),
             rounds=rounds,
+            drawing=crew.drawing(),
+            shared=shared,
+            watched=watched,
             anomaly=self.plan.detect_anomaly,
         )
         return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
@@ -302,7 +306,7 @@ class Pipeline(nn.Module):
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
-            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
+            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
             with (
                 buffers_as_before(written_buffers(self.program, self.model)),
                 self._crew.anew_after_failure(call),
