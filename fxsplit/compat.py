@@ -353,10 +353,14 @@ def modes_in_force() -> bool:
 
 def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two objects are the same generator of random numbers."""
-    return a is b or bool(a._cdata == b._cdata)
+    return a is b or bool(a._cdata == b._cdata)  # type: ignore[attr-defined]  # torch 2.13
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way: tensors may carry tangents."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)  # torch 2.13
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation is under way and this tensor carries a tangent."""
-    level = torch.autograd.forward_ad._current_level
-    return level >= 0 and torch.autograd.forward_ad.unpack_dual(tensor, level=level).tangent is not None
+    """Whether it carries one."""
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

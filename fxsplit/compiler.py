@@ -25,9 +25,9 @@ from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
+from .reach import reach
 from .replicate.meet import NORM_LAYERS, check_replicas
 from .report.tables import stage_table
-from .reach import reach
 from .runtime.pipeline import Pipeline
 from .runtime.unsaid import whole_modules
 from .sizes import in_units

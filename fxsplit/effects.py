@@ -75,7 +75,12 @@ def of_module(module: nn.Module) -> May:
 
 def is_known(module: nn.Module) -> bool:
     """Whether it is a layer of torch.nn's, without hooks: what such a one does is in the tables above."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return type(module).__module__.startswith(("torch.nn.modules", "torch.nn.parallel")) and not any(hooks)
 
 

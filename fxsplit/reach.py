@@ -23,6 +23,7 @@ from torch import nn
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PYTHONS: Any = getattr(random.random, "__self__")  # noqa: B009  # the one behind the functions of `random`
 _TABLES = frozenset(vars(nn.Module()))  # of every module: modules, parameters, buffers, hooks
 
 
@@ -88,14 +89,15 @@ def objects_in(value: Any) -> list[Any]:
 
 def holds_state(value: Any) -> bool:
     """Whether a value can change and still be the same object: containers, generators, objects of the user's classes."""
-    if isinstance(value, (*_CONTAINERS, random.Random, torch.Generator, types.SimpleNamespace, threading.local)):
+    if isinstance(
+        value, (*_CONTAINERS, random.Random, torch.Generator, types.SimpleNamespace, threading.local)
+    ):
         return not isinstance(value, tuple | frozenset)
     if isinstance(value, itertools.count | types.GeneratorType):
         return True
     if isinstance(value, type | types.ModuleType | nn.Module | torch.Tensor) or callable(value):
         return False
-    space = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and space not in sys.stdlib_module_names and space != "torch"
+    return hasattr(value, "__dict__") and _is_users(type(value))
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -113,13 +115,14 @@ def draws_python_random(module: nn.Module) -> bool:
     Or it has such a function as an attribute.
     """
     return any(
-        _names_random(type(m)) or any(_is_random(value, set()) for value in m.__dict__.values())
+        _names_random(type(m))  # type: ignore[arg-type]  # a class can be hashed
+        or any(_is_random(value, set()) for value in m.__dict__.values())
         for m in module.modules()
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_random(cls: type) -> bool:
+@functools.cache
+def _names_random(cls: Any) -> bool:
     return any(_is_random(value, names) for value, names in _globals_of(_run_by_forward(cls)))
 
 
@@ -159,7 +162,9 @@ def _globals_of(functions: list[types.FunctionType]) -> Iterator[tuple[Any, set[
         seen.add(id(function))
         names = _names_in(function)
         values = [function.__globals__[n] for n in sorted(names) if n in function.__globals__]
-        values += [sys.modules[n] for n in ("random", "numpy") if n in names and n in sys.modules]  # imported inside
+        values += [
+            sys.modules[n] for n in ("random", "numpy") if n in names and n in sys.modules
+        ]  # imported inside
         values += [c for cell in function.__closure__ or () if (c := _content(cell)) is not None]
         for value in values:
             yield value, names
@@ -174,14 +179,15 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _is_users(function: types.FunctionType) -> bool:
-    space = (function.__module__ or "").partition(".")[0]
-    return space != "torch" and space not in sys.stdlib_module_names
+def _is_users(thing: types.FunctionType | type) -> bool:
+    """Whether a function or class is neither Python's, nor torch's, nor this package's."""
+    space = (thing.__module__ or "").partition(".")[0]
+    return space not in ("torch", "fxsplit") and space not in sys.stdlib_module_names
 
 
 def _is_random(value: Any, names: set[str]) -> bool:
     owner = getattr(value, "__self__", None)
-    if value is random or owner is random.random.__self__:  # a Random of one's own is an object like others
+    if value is random or owner is _PYTHONS:  # a Random of one's own is an object like others
         return True
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -60,7 +60,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             copies.append(tensor.detach().clone())
             continue
         if key not in made:
-            made[key] = tensor.untyped_storage().clone()
+            made[key] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         copies.append(copy.set_(made[key], tensor.storage_offset(), tensor.size(), tensor.stride()))
     return copies
@@ -79,17 +79,17 @@ class Surroundings:
         self._region, self._modules, self._paths = region, list(region.modules()), paths
         self._own = [m for m in self._modules if not is_torchs(m)]
         with _own_parameters(self._modules):
-            self._tables = [
-                (m, m._parameters.copy(), m._buffers.copy(), None if isinstance(m, GraphModule) else m.__dict__.copy())
-                for m in self._modules
-            ]
+            self._tables = [(m, *_tables_of(m)) for m in self._modules]
             self._attributes = [(m, attributes_of(m)) for m in self._own]
             tensors = self._tensors()
-        self._versions = [(t, t._version) for t in tensors if _key(t) not in written and not t.is_inference()]
+        self._versions = [
+            (t, t._version) for t in tensors if not ((written and _key(t) in written) or t.is_inference())
+        ]
         self._flags = [(v, v.training) for v in vars(region).values() if hasattr(type(v), "training")]
 
     def _tensors(self) -> list[torch.Tensor]:
-        found = {id(t): t for _, *tables in self._tables for table in tables if table for t in table.values() if isinstance(t, torch.Tensor)}
+        values = [v for _, *tables in self._tables for table in tables for v in table.values()]
+        found = {id(t): t for t in values if isinstance(t, torch.Tensor)}
         found.update((id(v), v) for v in vars(self._region).values() if isinstance(v, torch.Tensor))
         for module in self._own:
             found.update(reach(module).tensors)
@@ -101,8 +101,10 @@ class Surroundings:
             return "train() or eval() was called"
         with _own_parameters(self._modules):
             for module, parameters, buffers, attributes in self._tables:
-                if attributes is not None and not _equal(module.__dict__, attributes):
-                    name = next((k for k, v in attributes.items() if not _alike(module.__dict__.get(k), v)), None)
+                if attributes and not _equal(module.__dict__, attributes):
+                    name = next(
+                        (k for k, v in attributes.items() if not _alike(module.__dict__.get(k), v)), None
+                    )
                     if name == "training":
                         return "train() or eval() was called"
                     if name is not None or module.__dict__.keys() != attributes.keys():
@@ -136,6 +138,12 @@ class Surroundings:
         return f"{self._paths.get(first, first)}{dot}{rest}"
 
 
+def _tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Its parameters, its buffers, and its attributes, where it is not generated code."""
+    attributes = {} if isinstance(module, GraphModule) else module.__dict__.copy()
+    return module._parameters.copy(), module._buffers.copy(), attributes
+
+
 def is_torchs(module: nn.Module) -> bool:
     """Whether its class is torch's, or made by it for generated code: it has no state beside tensors and plain values."""
     return isinstance(module, GraphModule) or type(module).__module__.startswith("torch.")
@@ -155,7 +163,9 @@ def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _alike(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, bool | int | float | str | tuple) and now == before)
+    return now is before or (
+        type(now) is type(before) and isinstance(now, bool | int | float | str | tuple) and now == before
+    )
 
 
 class Replay:
@@ -164,12 +174,12 @@ class Replay:
     def __init__(self, region: nn.Module, stream: Stream | None, around: Around) -> None:
         self.region, self.around = region, around
         self.stream = None if stream is None else stream.copy()
-        names: list[str] = region.meta["writes"]  # type: ignore[assignment]
+        meta: Any = region.meta
+        names: list[str] = meta["writes"]
         self._written = storages_of(_attribute(region, name) for name in names)
         self._places = list(self._holding()) if names else []
         self._seen = copies_of([table[key] for table, key in self._places])
-        paths: dict[str, str] = region.meta["paths"]  # type: ignore[assignment]
-        self._surroundings = Surroundings(region, self._written, paths)
+        self._surroundings = Surroundings(region, self._written, meta.get("paths", {}))
 
     def _holding(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Where the modules of the region hold what it writes, and other views of that."""

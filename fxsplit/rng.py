@@ -69,10 +69,11 @@ class BaseSeed:
             if self._used or not _same(self._state(), self._after):
                 return
             self._used = True
-            if self._stream is None:
-                torch.default_generator.set_state(self._before)
-            elif self._before is None:
+            if self._before is None:
+                assert self._stream is not None
                 self._stream.states.pop(_CPU)
+            elif self._stream is None:
+                torch.default_generator.set_state(self._before)
             else:
                 self._stream.states[_CPU] = self._before
 

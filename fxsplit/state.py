@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +48,15 @@ def same_python_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     if a[0] != b[0] or a[1] is None or b[1] is None:
         return bool(a[0] == b[0])
     return bool(a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all())
+
+
+def others_draw() -> bool:
+    """Whether another thread draws from torch's default generator right now: nothing is drawn here for a moment."""
+    states = [torch.get_rng_state()]
+    for _ in range(5):
+        time.sleep(0.02)
+        states.append(torch.get_rng_state())
+    return any(not torch.equal(a, b) for a, b in itertools.pairwise(states))
 
 
 @contextlib.contextmanager

@@ -76,7 +76,10 @@ def generate(
 
 def _rates(traced: Traced, part: Part) -> tuple[str, ...]:
     drawing = [n for n in part.nodes if traced.facts[n.name].random]
-    layers = [getattr(traced.module, traced.names[str(n.target)], None) if n.op == "call_module" else None for n in drawing]
+    layers = [
+        getattr(traced.module, traced.names[str(n.target)], None) if n.op == "call_module" else None
+        for n in drawing
+    ]
     if not all(isinstance(layer, nn.Module) and rate_of(layer) for layer in layers):
         return ()
     return tuple(dict.fromkeys(str(n.target) for n in drawing))

@@ -205,7 +205,11 @@ class Call:
         """
         self.loss = loss
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
-        with self._seeded(), unchanged(self.how.shared), parameter_hooks_silenced(list(self.parameters.values())):
+        with (
+            self._seeded(),
+            unchanged(self.how.shared),
+            parameter_hooks_silenced(list(self.parameters.values())),
+        ):
             self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint, self.how.rounds))
         self.written.arrive()
         check_differentiable(loss.differentiable)

@@ -89,7 +89,7 @@ def as_said(stage: Stage, module: fx.GraphModule) -> Iterator[None]:
 def _written(stage: Stage, module: fx.GraphModule) -> Iterator[torch.Tensor]:
     for holder in (module, *region_modules(module)):
         for local, path in stage.paths.items():
-            owner = getattr(holder, local, None)
+            owner: Any = getattr(holder, local, None)
             for name in stage.writes if owner is not None else ():
                 if is_within(name, path):
                     yield resolve(owner, name[len(path) :].lstrip("."))

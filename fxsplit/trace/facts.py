@@ -125,6 +125,44 @@ def _changed_objects(module: nn.Module, before: dict[str, Any]) -> list[Any]:
     return [module, *(o for name in names for o in objects_in(module.__dict__.get(name)))] if names else []
 
 
+_OPERATIONS = ("call_function", "call_method")
+
+
+class _Before:
+    """What there was before a node was run, to see what it has done.
+
+    Args:
+        by_value: tensors that are compared by what they hold.
+    """
+
+    def __init__(self, held: Reach, read: Sequence[torch.Tensor], by_value: Sequence[torch.Tensor]) -> None:
+        self._read = read
+        self._versions = [(t, t._version) for t in (*read, *held.tensors.values())]
+        self._values = [(t, t.detach().clone()) for t in by_value]
+        self._attributes = [(m, attributes_of(m)) for m in held.modules.values()]
+        self._around = [Snapshot(o) for o in held.around]
+        self._generators, self._python = _generator_states(read), python_random_state()
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that hold something else now, or may."""
+        found = [t for t, version in self._versions if t._version != version]
+        return found + [t for t, before in self._values if not equal(t, before)]
+
+    def changed(self) -> list[Any]:
+        """The modules and objects that do."""
+        found = [o for m, before in self._attributes for o in _changed_objects(m, before)]
+        return found + [o for s in self._around if s.changed() for o in objects_in(s.value)]
+
+    def drew(self) -> bool:
+        """Whether a default generator of torch's is in another state."""
+        pairs = zip(self._generators, _generator_states(self._read), strict=True)
+        return not all(torch.equal(a, b) for a, b in pairs)
+
+    def python_drew(self) -> bool:
+        """Whether one of Python's or NumPy's is."""
+        return not same_python_random(self._python, python_random_state())
+
+
 class _FactFinder(fx.Interpreter):
     """What every node may do, and, by version counters, values and generators around it, what it has done."""
 
@@ -150,52 +188,37 @@ class _FactFinder(fx.Interpreter):
         }
 
     def run_node(self, n: fx.Node) -> Any:
-        held = self._held(n)
-        owned = list(held.tensors.values())
+        held, calls = self._held(n), n.op == "call_module"
         read = [
             t
             for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n))
             if isinstance(t, torch.Tensor)
         ]
-        may = effects.of_module(resolve(self.module, str(n.target))) if n.op == "call_module" else effects.May()
-        # What is written past the version counter shows in the values: kernels write to running statistics,
-        # users to `.data`. The basic modules of torch.nn do not write to parameters.
-        basic = n.op == "call_module" and effects.is_known(resolve(self.module, str(n.target)))
-        by_value = [t for t in owned if not (basic and isinstance(t, nn.Parameter))]
-        if n.op in ("call_function", "call_method"):
-            by_value = [t for t in read if self._number(t) in self._lasting]
-        versions = [(t, t._version) for t in (*read, *owned)]
-        values = [(t, t.detach().clone()) for t in by_value]
-        generator = _generator_states(read)
-        attributes = [(m, attributes_of(m)) for m in held.modules.values()]
-        shared, python = [Snapshot(o) for o in held.around], python_random_state()
+        known = calls and effects.is_known(resolve(self.module, str(n.target)))
+        before = _Before(held, read, self._written_unseen(n, held, read, known))
         with _generator_asked() as asked:
             value = super().run_node(n)
-        written = [t for t, version in versions if t._version != version]
-        written += [t for t, before in values if not equal(t, before)]
-        written += [*may.writes, *(self.env[o] for o in effects.may_write(n))]
-        changed = [o for m, before in attributes for o in _changed_objects(m, before)]
-        changed += [o for s in shared if s.changed() for o in objects_in(s.value)]
-        drawn = not all(torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True))
-        made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-        tensors = [*read, *owned, *made] if n.op != "output" else []
-        writes = {self._number(t) for t in written}
-        own = {self._number(t) for t in (made if n.op == "placeholder" else owned)}
-        # As if what changes without being a tensor had a storage: who can get hold of it stays together.
-        held_objects = [] if basic else [*held.objects.values(), *held.modules.values()]
-        if may.draws_python or (held_objects and not same_python_random(python, python_random_state())):
+        may = effects.of_module(resolve(self.module, str(n.target))) if calls else effects.May()
+        written = [*before.written(), *may.writes, *(self.env[o] for o in effects.may_write(n))]
+        changed = before.changed()
+        if may.draws_python or (calls and not known and before.python_drew()):
             changed.append(random)
-        is_drawing = drawn or may.draws or (n.op in ("call_function", "call_method") and effects.may_draw(n))
-        if is_drawing or asked.seeded:
-            held_objects.append(torch.default_generator)
+        draws = before.drew() or may.draws or (not calls and n.op in _OPERATIONS and effects.may_draw(n))
+        others = [] if known else [*held.objects.values(), *held.modules.values()]
+        if draws or asked.seeded:
+            others.append(torch.default_generator)
         if asked.seeded:  # others go on from where it leaves the generator
             changed.append(torch.default_generator)
-        writes |= {self._object(o) for o in changed}
-        objects = {self._object(o) for o in (*held_objects, *changed)}
-        own |= objects
+        made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+        owned = list(held.tensors.values())
+        writes = {self._number(t) for t in written} | {self._object(o) for o in changed}
+        objects = {self._object(o) for o in (*others, *changed)}
+        own = {self._number(t) for t in (made if n.op == "placeholder" else owned)} | objects
         self._lasting |= own
         if n.op in ("call_module", "get_attr"):
-            self._nameless |= own - self._buffer_names.keys()
+            self._nameless |= own - self._buffer_names.keys() - {self._object(torch.default_generator)}
+        tensors = [*read, *owned, *made] if n.op != "output" else []
+        names = self._parameter_names
         self.facts[n.name] = NodeFacts(
             module_path=n.meta.get("module_path", ""),
             source=n.meta.get("source"),
@@ -204,16 +227,25 @@ class _FactFinder(fx.Interpreter):
             storages=frozenset({self._number(t) for t in tensors} | objects),
             writes=frozenset(writes),
             lasting=frozenset(own),
-            stateful=bool(writes & self._nameless - {self._object(torch.default_generator)}),
-            parameters=tuple(
-                dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)
-            ),
+            stateful=bool(writes & self._nameless),
+            parameters=tuple(dict.fromkeys(names[id(t)] for t in owned if id(t) in names)),
             buffers=tuple(name for w in sorted(writes) for name in self._buffer_names.get(w, ())),
             returns=next((o.name for o in n.all_input_nodes if value is self.env[o]), None) if made else None,
-            random=is_drawing,
+            random=draws,
             rng_state=asked.state or asked.seeded,
         )
         return value
+
+    def _written_unseen(
+        self, n: fx.Node, held: Reach, read: Sequence[torch.Tensor], known: bool
+    ) -> list[torch.Tensor]:
+        """What may be written past the version counter, and shows in the values.
+
+        Kernels write to running statistics, users to `.data`. The basic modules of torch.nn do not write to parameters.
+        """
+        if n.op in _OPERATIONS:
+            return [t for t in read if self._number(t) in self._lasting]
+        return [t for t in held.tensors.values() if not (known and isinstance(t, nn.Parameter))]
 
     def _held(self, n: fx.Node) -> Reach:
         """What a node can get hold of beside its operands."""
