@@ -73,11 +73,16 @@ def reach(value: Any) -> Reach:
     found = Reach()
     found.add(value)
     if isinstance(value, nn.Module):
-        kinds = dict.fromkeys(type(m) for m in value.modules())
-        found.around = [o for kind in kinds for o in _around(kind)]
+        found.around = around_of(value)
         for item in found.around:
             found.add(item)
     return found
+
+
+def around_of(module: nn.Module) -> list[Any]:
+    """What holds state in global variables and closures that forward may use, of it and of its children."""
+    kinds = dict.fromkeys(type(m) for m in module.modules())
+    return list({id(o): o for kind in kinds for o in _around(kind)}.values())
 
 
 def objects_in(value: Any) -> list[Any]:
@@ -104,7 +109,7 @@ def parts_of(value: Any) -> list[Any]:
     """What hangs on an object that holds state."""
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, list | set | collections.deque):
+    if isinstance(value, list | tuple | set | collections.deque):
         return list(value)
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 

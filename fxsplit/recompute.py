@@ -131,7 +131,11 @@ class Surroundings:
         named = [*self._region.named_parameters(), *self._region.named_buffers(), *vars(self._region).items()]
         named += [(f"{n}.{k}", v) for n, m in self._region.named_modules() if n for k, v in vars(m).items()]
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
-        return f"a {kind}, {self._users_name(next((n for n, t in named if t is tensor), '?'))},"
+        name = next((n for n, t in named if t is tensor), None)
+        if name is None:
+            owner = next(m for m in self._own if id(tensor) in reach(m).tensors)
+            return f"a {kind} that {self._path(owner)} can get hold of"
+        return f"a {kind}, {self._users_name(name)},"
 
     def _users_name(self, name: str) -> str:
         first, dot, rest = name.partition(".")

@@ -8,13 +8,13 @@ import random
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .reach import holds_state
+from .reach import Reach, around_of, holds_state, parts_of
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -72,6 +72,8 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     attributes = [attributes_of(module) for module in modules]
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
     written += [b for module in others for b in module._buffers.values() if b is not None]
+    written += _inside_of_objects(modules)
+    around = [Snapshot(o) for o in around_of(model)]
     values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
@@ -85,6 +87,8 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
             restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
+            for snapshot in around:
+                snapshot.restore()
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.data.copy_(value)  # .data: autograd graphs of the user may have saved the tensor
@@ -92,6 +96,18 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
+
+
+def _inside_of_objects(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The tensors in lists, dicts and objects that are attributes of modules; parameters left out."""
+    found = Reach()
+    for module in modules:
+        for key, value in module.__dict__.items():
+            if key not in _TABLES and (isinstance(value, tuple) or holds_state(value)):
+                for part in parts_of(value):
+                    if not isinstance(part, nn.Module):
+                        found.add(part)
+    return [t for t in found.tensors.values() if not isinstance(t, nn.Parameter)]
 
 
 class Snapshot:

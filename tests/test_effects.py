@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -676,6 +677,14 @@ def test_a_pipeline_inside_of_a_module_that_has_the_generator_to_itself():
     assert not thread.is_alive() and not failed and len(found) == 1
 
 
+class Waits(nn.Module):
+    """Lets other threads do something."""
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return x * 1
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_thread_that_draws_meanwhile_is_named_where_it_matters(draws):
     stop = threading.Event()
@@ -686,13 +695,13 @@ def test_a_thread_that_draws_meanwhile_is_named_where_it_matters(draws):
 
     thread = threading.Thread(target=draw)
     thread.start()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 if draws else 0.0), nn.Linear(4, 4))
+    model = nn.Sequential(Waits(), nn.Linear(4, 4), nn.Dropout(0.5 if draws else 0.0), nn.Linear(4, 4))
     try:
         if draws:
             with pytest.raises(fxsplit.errors.VerifyError, match="another thread draws"):
-                fxsplit.compile(model, Plan(stages=2), example_args=(X,))
+                fxsplit.compile(model, Plan(stages=2), example_args=(X,), leaf_modules=["0"])
         else:
-            fxsplit.compile(model, Plan(stages=2), example_args=(X,))
+            fxsplit.compile(model, Plan(stages=2), example_args=(X,), leaf_modules=["0"])
     finally:
         stop.set()
         thread.join()
@@ -822,3 +831,82 @@ def test_effects_are_eagers_or_an_error(made, policy, schedule, stages, parts, r
     assert_same(found, expected)
     if parts > 1 and draws:
         assert torch.equal(mine[0].weight.grad, reference[0].weight.grad)
+
+
+class InList(nn.Module):
+    """Adds to a tensor in a list, for some data."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.sums = nn.Linear(4, 4), [torch.zeros(4)]
+
+    def forward(self, x):
+        if x.sum() > 0:
+            self.sums[0].add_(x.detach().sum(0))
+        return self.a(x) + self.sums[0]
+
+
+def test_a_tensor_in_a_list_is_state_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(InList(), nn.Linear(4, 4))
+    plan = Plan(stages=2, micro_batches=4, checkpoint="always")
+    pipe = fxsplit.compile(model, plan, example_args=(X.abs(),))
+    assert (model[0].sums[0] == 0).all()
+    expected = copy.deepcopy(model)
+    pipe(X.abs()).sum().backward()
+    found = eager_in_order(expected, X.abs())
+    assert_same(
+        {n: p.grad for n, p in model.named_parameters()}, {n: found[n] for n, _ in model.named_parameters()}
+    )
+    pipe = fxsplit.compile(model, plan, example_args=(-X.abs(),))
+    with pytest.raises(EffectError, match="that 0 can get hold of"):
+        pipe(X.abs())
+
+
+COUNTED = {"n": 0}
+
+
+class CountsInGlobal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        COUNTED["n"] += 1
+        return self.a(x) * COUNTED["n"] if x.sum() < 1e9 else x
+
+
+def test_a_global_that_modules_change_binds_them_and_is_as_before_after_compile():
+    torch.manual_seed(0)
+    COUNTED["n"] = 0
+    model = nn.Sequential(CountsInGlobal(), nn.Linear(4, 4), CountsInGlobal(), nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=4), example_args=(X,))
+    assert COUNTED["n"] == 0
+    found = pipe(X)
+    COUNTED["n"] = 0
+    assert torch.equal(found, torch.cat([model(piece) for piece in X.tensor_split(4)]))
+
+
+def test_an_embedding_that_shortens_its_rows_may_write_to_them():
+    for functional in (False, True):
+        torch.manual_seed(0)
+        model = Embeds(functional)
+        pipe = fxsplit.compile(
+            model, Plan(micro_batches=2, checkpoint="always"), example_args=(torch.zeros(4).long(),)
+        )
+        assert all(stage.stateful for stage in pipe)
+        with torch.no_grad():
+            model.e.weight[1:] = 9.0
+        pipe(torch.tensor([0, 1, 2, 3])).sum().backward()
+        assert model.e.weight[1].norm() <= 1.001
+
+
+class Embeds(nn.Module):
+    def __init__(self, functional):
+        super().__init__()
+        self.e, self.functional = nn.Embedding(4, 4, max_norm=1.0), functional
+        with torch.no_grad():
+            self.e.weight.mul_(0.01)
+
+    def forward(self, x):
+        return F.embedding(x, self.e.weight, max_norm=1.0) if self.functional else self.e(x)

@@ -195,10 +195,10 @@ class _FactFinder(fx.Interpreter):
             if isinstance(t, torch.Tensor)
         ]
         known = calls and effects.is_known(resolve(self.module, str(n.target)))
+        may = effects.of_module(resolve(self.module, str(n.target))) if calls else effects.May()
         before = _Before(held, read, self._written_unseen(n, held, read, known))
         with _generator_asked() as asked:
             value = super().run_node(n)
-        may = effects.of_module(resolve(self.module, str(n.target))) if calls else effects.May()
         written = [*before.written(), *may.writes, *(self.env[o] for o in effects.may_write(n))]
         changed = before.changed()
         if may.draws_python or (calls and not known and before.python_drew()):
@@ -224,7 +224,7 @@ class _FactFinder(fx.Interpreter):
             source=n.meta.get("source"),
             child_call=n.meta.get("child_call", 0),
             value=tree_map(_spec, value),
-            storages=frozenset({self._number(t) for t in tensors} | objects),
+            storages=frozenset({self._number(t) for t in tensors} | objects | writes),
             writes=frozenset(writes),
             lasting=frozenset(own),
             stateful=bool(writes & self._nameless),
