@@ -349,3 +349,18 @@ def modes_in_force() -> bool:
     functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch 2.13
     dispatch = torch._C._len_torch_dispatch_stack()  # torch 2.13
     return dispatch > 0 or any(not isinstance(mode, _device.DeviceContext) for mode in functions)
+
+
+def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether two objects are the same generator of random numbers."""
+    return a is b or bool(a._cdata == b._cdata)  # type: ignore[attr-defined]  # torch 2.13
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way: tensors may carry tangents."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)  # torch 2.13
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it carries one."""
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

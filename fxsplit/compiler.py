@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from .place import place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
+from .reach import reach
 from .replicate.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.pipeline import Pipeline
+from .runtime.unsaid import whole_modules
 from .sizes import in_units
 from .state import preserved
 from .trace.front import TRACING, trace
@@ -118,6 +121,7 @@ def _pipeline(
     traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
     _check_devices(assignment)
     program = generate(model, traced, assignment, runs)
+    _check_threads(plan, program)
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
     _warn(model, plan, merging)
@@ -299,6 +303,22 @@ def _check_devices(assignment: Assignment) -> None:
                 f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
                 remedy="name devices that this machine has, such as devices='cpu'",
             ) from None
+
+
+def _check_threads(plan: Plan, program: Program) -> None:
+    """A stage computes its micro-batches in a thread of its own, in every call in a new one.
+
+    Raises:
+        PlanError: a module keeps something for each thread.
+    """
+    for stage in program.stages if plan.micro_batches > 1 else ():
+        for path, module in whole_modules(stage):
+            if any(isinstance(value, threading.local) for value in reach(module).objects.values()):
+                raise PlanError(
+                    f"{path} has a threading.local, and stages compute micro-batches in threads of their own, so it would "
+                    "find another state there than in the caller's thread",
+                    remedy="an attribute of the module in its place, or micro_batches=1",
+                )
 
 
 def _merging(

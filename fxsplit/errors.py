@@ -61,6 +61,10 @@ class GradientError(FxsplitError, RuntimeError):
     """A gradient that a pipeline cannot compute: a second derivative, or one whose values have been freed."""
 
 
+class EffectError(FxsplitError, RuntimeError):
+    """The model changed something that it was not known to change, where the numbers would depend on it."""
+
+
 class MoveError(FxsplitError, TypeError):
     """A pipeline was asked to move to another device: the plan owns placement."""
 

@@ -74,16 +74,18 @@ class NodeFacts:
         child_call: how many calls of the model's own children had begun.
         value: the example value as a pytree with a `TensorSpec` for each tensor.
         storages: numbers of the storages that it reads, writes or returns; two nodes that share a number
-            may see each other's in-place writes.
-        writes: those of them whose contents it changes.
+            may see each other's in-place writes. What is no tensor and changes all the same (a dict that two modules
+            have, Python's random numbers) has a number too.
+        writes: those of them whose contents it may change, by its class or operation, or has changed on the example.
         lasting: those of them that outlive the call: parameters, buffers, the caller's arguments.
         parameters: FQNs of the parameters that it reads (``call_module`` and ``get_attr``).
-        buffers: FQNs of the buffers that it writes.
-        stateful: whether it changes parameters, or attributes of its module that are not tensors.
+        buffers: FQNs of the buffers that it may write.
+        stateful: whether it changes anything else that outlives the call: parameters, or what is not a tensor.
         returns: the name of the operand whose tensor it returns, object for object, as in-place operations do.
         alias: the same if it does so in one of the modes, as dropout does.
-        random: whether it draws from the random number generator.
-        rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
+        random: whether it may draw from the random number generator.
+        rng_state: whether it asks for the state of that generator, to put it back later (a checkpoint of the user's), or
+            sets it.
     """
 
     module_path: str
@@ -287,9 +289,10 @@ class Stage:
         paths: name of each submodule or tensor in the generated code → FQN in the model.
         nodes: names of the traced nodes that it computes, in program order.
         parameters: FQNs of the parameters that it reads.
-        writes: FQNs of the buffers that it writes.
+        writes: FQNs of the buffers that it may write.
         changes: module paths of its nodes that change anything else that outlives a call.
-        random: whether it draws from the random number generator.
+        random: whether it may draw from the random number generator.
+        rates: paths of the layers that draw by a rate of theirs and in train mode, if nothing else in it draws.
         rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.
@@ -306,6 +309,7 @@ class Stage:
     writes: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     random: bool = False
+    rates: tuple[str, ...] = ()
     rng_state: bool = False
     modules: tuple[str, str] = ("", "")
     header: str = ""

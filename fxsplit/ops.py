@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from .compat import tree_map
-from .errors import GradientError, GuardError
+from .errors import GuardError
+from .recompute import Around, Replay, turn
 from .rng import Stream
 
 
@@ -40,37 +40,19 @@ def guard(holds: Any, line: str) -> None:
         )
 
 
-_CALLED: weakref.WeakKeyDictionary[torch.nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
-
-
 def call_with(module: torch.nn.Module, parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """``module(*args, **kwargs)`` with these tensors for some of its parameters, which live on another device.
 
     The module has them for the time of the call; calls from several workers take turns.
     """
-    with _turn(module):
+    with turn(module):
         return torch.func.functional_call(module, dict(parameters), args, kwargs, tie_weights=False)
-
-
-def _turn(module: torch.nn.Module) -> threading.Lock:
-    with _MAKING:
-        return _CALLED.setdefault(module, threading.Lock())
-
-
-def _versions(region: torch.nn.Module) -> list[int]:
-    """Of the parameters that are the region's, and not of what another worker's `call_with` has put there."""
-    with contextlib.ExitStack() as turns:
-        for module in region.modules():
-            turns.enter_context(_turn(module))
-        return [p._version for p in region.parameters()]
 
 
 Crossing = tuple[torch.Tensor, torch.Tensor]
 
 
 Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
 Again = Callable[[], Around]
 
 
@@ -80,6 +62,7 @@ class _Mode(threading.local):
         self.crossings: list[Crossing] | None = None
         self.move: Move = lambda tensor, device: tensor.to(device)
         self.again: Again = _nothing
+        self.own_numbers = True
 
 
 def _nothing() -> Around:
@@ -117,26 +100,28 @@ def transfers_cut(move: Move) -> Iterator[list[Crossing]]:
 
 
 @contextlib.contextmanager
-def recomputation(enabled: bool, again: Again = _nothing) -> Iterator[None]:
+def recomputation(enabled: bool, again: Again = _nothing, *, own_numbers: bool = True) -> Iterator[None]:
     """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread.
 
     Args:
         again: asked where a region begins, for what makes the context that is entered around each later computation.
+        own_numbers: whether the default generators are this thread's, outside of a stream, so that their states may
+            be put back.
     """
-    before = _mode.recompute, _mode.again
-    _mode.recompute, _mode.again = enabled, again
+    before = _mode.recompute, _mode.again, _mode.own_numbers
+    _mode.recompute, _mode.again, _mode.own_numbers = enabled, again, own_numbers
     try:
         yield
     finally:
-        _mode.recompute, _mode.again = before
+        _mode.recompute, _mode.again, _mode.own_numbers = before
 
 
 def checkpoint(region: Any, *values: Any) -> Any:
     """``region(*values)``, of which backward keeps only the inputs and computes the rest again.
 
     Recomputation sees the random numbers, the autocast state and the buffers that the first computation saw,
-    and leaves the buffers as they were. `region.meta` says whether it draws random numbers (``"random"``)
-    and names the buffers that it writes (``"writes"``).
+    and leaves the buffers as they are. `region.meta` says whether it may draw random numbers (``"random"``)
+    and names the buffers that it may write (``"writes"``).
 
     Args:
         region: a `GraphModule` that is an attribute of the stage.
@@ -147,66 +132,26 @@ def checkpoint(region: Any, *values: Any) -> Any:
         return proxy.tracer.create_proxy("call_function", checkpoint, (region, *values), {})
     if not (_mode.recompute and torch.is_grad_enabled()):
         return region(*values)
-    buffers = [_attribute(region, name) for name in region.meta["writes"]]
-    stream, around = Stream.current() if region.meta["random"] else None, _mode.again()
+    stream = Stream.current() if region.meta["random"] else None
+    replay = Replay(region, stream, _mode.again())
     return _torch_checkpoint(
         region,
         *values,
         use_reentrant=False,
-        preserve_rng_state=region.meta["random"] and stream is None,
-        context_fn=lambda: (contextlib.nullcontext(), _Replayed(region, buffers, stream, around)),
+        preserve_rng_state=region.meta["random"] and stream is None and _mode.own_numbers,
+        context_fn=lambda: (replay.first(), _Later(replay)),
     )
 
 
-def _attribute(region: torch.nn.Module, path: str) -> torch.Tensor:
-    owner: Any = region
-    for part in path.split("."):
-        owner = getattr(owner, part)
-    return owner  # type: ignore[no-any-return]
+class _Later(contextlib.AbstractContextManager[None]):
+    """Around each later computation: there may be several."""
 
-
-class _Replayed:
-    """The context of a region's first computation, and the one of each later one: buffers as they were first.
-
-    The writes go through ``.data``: a restored buffer is the one that autograd saved, so its version counter
-    must not move. As autograd does for what it saves, a later computation refuses to start when the
-    parameters have been written to since, or the mode is another one.
-    """
-
-    def __init__(
-        self, region: torch.nn.Module, buffers: list[torch.Tensor], stream: Stream | None, around: Around
-    ) -> None:
-        self.region, self.buffers = region, buffers
-        self.stream = None if stream is None else stream.copy()
-        self.around, self.entered = around, contextlib.ExitStack()
-        self.seen = [buffer.detach().clone() for buffer in buffers]
-        self.now: list[torch.Tensor] = []
-        self.versions = _versions(region)
-        self.modes = [m.training for m in region.modules()]
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        if self.versions != _versions(self.region):
-            raise GradientError(
-                "a parameter was changed between forward and backward, so a checkpointed region would be recomputed "
-                "with other values",
-                remedy="call backward before optimizer.step(), or Plan(checkpoint='never')",
-            )
-        if self.modes != [m.training for m in self.region.modules()]:
-            raise GradientError(
-                "train() or eval() was called between forward and backward, so a checkpointed region would be "
-                "recomputed in another mode",
-                remedy="call backward before changing the mode, or Plan(checkpoint='never')",
-            )
-        self.now = [buffer.detach().clone() for buffer in self.buffers]
-        self._write(self.seen)
-        self.entered.enter_context(self.around())
-        if self.stream is not None:
-            self.entered.enter_context(self.stream.copy())  # it may be computed again once more
+        self._entered.enter_context(self._replay.later())
 
-    def __exit__(self, *exc: object) -> None:
-        self.entered.close()
-        self._write(self.now)
-
-    def _write(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self.buffers, values, strict=True):
-            buffer.data.copy_(value)
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.__exit__(*exc)

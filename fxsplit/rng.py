@@ -12,6 +12,7 @@ that only those operations take turns, and not the stages that they are in.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,71 @@ from typing import Any, Self
 
 import torch
 
-from .compat import OpOverload, TorchDispatchMode
+from .compat import OpOverload, TorchDispatchMode, same_generator
 
-_GENERATORS = threading.RLock()
+# Who has the default generators. Threads that somebody starts while he has them (a pipeline inside of a module) inherit
+# his context variables, and so take turns among themselves, and not with him, who waits for them.
+_TURNS: contextvars.ContextVar[threading.RLock] = contextvars.ContextVar("turns")
+_EVERYBODY = threading.RLock()
+
+
+@contextlib.contextmanager
+def having_generators() -> Iterator[None]:
+    """Nobody else of fxsplit's draws from the default generators, or lends them a state, meanwhile."""
+    with _TURNS.get(_EVERYBODY):
+        token = _TURNS.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _TURNS.reset(token)
 
 
 def draw_base_seed() -> int:
     """One number from the caller's default CPU generator."""
-    with _GENERATORS:  # not from a state that is lent
+    with having_generators():  # not from a state that is lent
         return int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu").item())
+
+
+class BaseSeed:
+    """The number that a call draws from the caller's generator. If nothing was drawn with it, it is put back.
+
+    What may draw and does not (a dropout in eval mode) then leaves the generator as eager does.
+    """
+
+    def __init__(self) -> None:
+        self._stream, self._used = Stream.current(), False
+        with having_generators():
+            self._before = self._state()
+            self._value = draw_base_seed()
+            self._after = self._state()
+
+    def of(self, micro_batch: int, stage: int) -> int:
+        """The seed of one micro-batch of one stage."""
+        self._used = True
+        return stage_seed(self._value, micro_batch, stage)
+
+    def settle(self) -> None:
+        """The end of what may draw first. (Who has drawn meanwhile, in a thread of his own, keeps what he has drawn.)"""
+        with having_generators():
+            if self._used or not _same(self._state(), self._after):
+                return
+            self._used = True
+            if self._before is None:
+                assert self._stream is not None
+                self._stream.states.pop(_CPU)
+            elif self._stream is None:
+                torch.default_generator.set_state(self._before)
+            else:
+                self._stream.states[_CPU] = self._before
+
+    def _state(self) -> torch.Tensor | None:
+        if self._stream is not None:
+            return self._stream.states.get(_CPU)
+        return torch.default_generator.get_state()
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and bool(torch.equal(a, b)))
 
 
 def stage_seed(base: int, micro_batch: int, stage: int) -> int:
@@ -43,7 +100,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     What runs inside sees no dispatch mode, under which some of autograd's formulas round in another way.
     """
     devices = [device.index or 0] if device.type == "cuda" else []
-    with _GENERATORS, torch.random.fork_rng(devices=devices):
+    with having_generators(), torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
         if devices:
             with torch.cuda.device(device):
@@ -99,7 +156,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _lent(self, device: torch.device) -> Iterator[None]:
         generator = _default_generator(device)
         seed = self.seed() if device not in self.states else 0
-        with _GENERATORS:
+        with having_generators():
             theirs = generator.get_state()
             if device in self.states:
                 generator.set_state(self.states[device])
@@ -115,6 +172,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _ENTERED = threading.local()
+_CPU = torch.device("cpu")
 
 
 def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -124,7 +182,13 @@ def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return given.get("generator") is None and given.get("dropout_p") != 0.0
+    generator = given.get("generator")
+    return (generator is None or is_default(generator)) and given.get("dropout_p") != 0.0
+
+
+def is_default(generator: torch.Generator) -> bool:
+    """Whether it is the default generator of its device; operations are given another object for the same one."""
+    return same_generator(generator, _default_generator(generator.device))
 
 
 def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:

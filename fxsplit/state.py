@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from .reach import Reach, around_of, holds_state, parts_of
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -46,6 +50,15 @@ def same_python_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return bool(a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all())
 
 
+def others_draw() -> bool:
+    """Whether another thread draws from torch's default generator right now: nothing is drawn here for a moment."""
+    states = [torch.get_rng_state()]
+    for _ in range(5):
+        time.sleep(0.02)
+        states.append(torch.get_rng_state())
+    return any(not torch.equal(a, b) for a, b in itertools.pairwise(states))
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     """The model and the random number generators end as they were, also when the body raises: buffers and
@@ -59,6 +72,8 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     attributes = [attributes_of(module) for module in modules]
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
     written += [b for module in others for b in module._buffers.values() if b is not None]
+    written += _inside_of_objects(modules)
+    around = [Snapshot(o) for o in around_of(model)]
     values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
@@ -72,6 +87,8 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
             restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
+            for snapshot in around:
+                snapshot.restore()
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.data.copy_(value)  # .data: autograd graphs of the user may have saved the tensor
@@ -81,30 +98,61 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                         grad.data.copy_(kept)
 
 
-class _Snapshot:
-    """What an object holds that changes without the attribute being set: a generator, a namespace, nested containers."""
+def _inside_of_objects(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The tensors in lists, dicts and objects that are attributes of modules; parameters left out."""
+    found = Reach()
+    for module in modules:
+        for key, value in module.__dict__.items():
+            if key not in _TABLES and (isinstance(value, tuple) or holds_state(value)):
+                for part in parts_of(value):
+                    if not isinstance(part, nn.Module):
+                        found.add(part)
+    return [t for t in found.tensors.values() if not isinstance(t, nn.Parameter)]
+
+
+class Snapshot:
+    """What an object holds that changes without the attribute being set: a generator, an object, nested containers."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.state = value, _state_of(value)
+        with torch._C.DisableTorchFunction():  # it is nobody's business that a generator's state is a tensor
+            self.value, self.state = value, _state_of(value, set())
 
     def changed(self) -> bool:
-        return not _same_state(self.state, _state_of(self.value))
+        """Whether it holds something else now."""
+        with torch._C.DisableTorchFunction():
+            return not _same_state(self.state, _state_of(self.value, set()))
 
     def restore(self) -> None:
+        """Let it hold what it held."""
         if self.changed():
-            _put_state(self.value, self.state)
+            with torch._C.DisableTorchFunction():
+                _put_state(self.value, self.state)
 
 
-def _state_of(value: Any) -> Any:
+def _state_of(value: Any, around: set[int]) -> Any:
+    """What `value` holds now. An object that holds itself is looked at once."""
+    if type(value) in _PLAIN or not holds_state(value) or id(value) in around:
+        return None
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
         return value.get_state()
-    if isinstance(value, types.SimpleNamespace):
-        return {k: (v, _state_of(v)) for k, v in vars(value).items()}
-    if isinstance(value, dict):
-        return {k: (v, _state_of(v)) for k, v in value.items()}
-    return [(v, _state_of(v)) for v in value] if isinstance(value, list) else None
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, types.GeneratorType):
+        return None if value.gi_frame is None else (value.gi_frame.f_lasti, repr(value.gi_frame.f_locals))
+    around = around | {id(value)}
+    table = _table_of(value)
+    if table is not None:
+        return {k: (v, _state_of(v, around)) for k, v in list(table.items())}
+    if isinstance(value, set):
+        return frozenset(value)
+    return [(v, _state_of(v, around)) for v in value]
+
+
+def _table_of(value: Any) -> dict[Any, Any] | None:
+    """The dict that a dict or an object is."""
+    return value if isinstance(value, dict) else getattr(value, "__dict__", None)
 
 
 def _same_state(a: Any, b: Any) -> bool:
@@ -116,7 +164,8 @@ def _same_state(a: Any, b: Any) -> bool:
         return list(a) == list(b) and _same_state(list(a.values()), list(b.values()))
     if isinstance(a, list):
         return len(a) == len(b) and all(
-            x is y and _same_state(s, t) for (x, s), (y, t) in zip(a, b, strict=True)
+            (x is y or (type(x) in _PLAIN and type(x) is type(y) and x == y)) and _same_state(s, t)
+            for (x, s), (y, t) in zip(a, b, strict=True)
         )
     return bool(a == b)
 
@@ -126,26 +175,28 @@ def _put_state(value: Any, state: Any) -> None:
         value.setstate(state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
-    elif isinstance(value, types.SimpleNamespace | dict):
-        table = vars(value) if isinstance(value, types.SimpleNamespace) else value
+    elif isinstance(state, dict):
+        table = _table_of(value)
+        assert table is not None
         table.clear()
         table.update({k: v for k, (v, _) in state.items()})
         for item, inner in state.values():
             _put_state(item, inner)
-    elif isinstance(value, list):
-        value[:] = [v for v, _ in state]
+    elif isinstance(state, frozenset):
+        value.clear()
+        value.update(state)
+    elif isinstance(state, list):
+        value.clear()
+        value.extend(v for v, _ in state)
         for item, inner in state:
             _put_state(item, inner)
 
 
 def _holds_state(value: Any) -> bool:
+    """Whether a shallow copy of it would not show all changes."""
     if isinstance(value, dict | list):
-        items = value.values() if isinstance(value, dict) else value
-        return any(
-            isinstance(v, dict | list | random.Random | torch.Generator | types.SimpleNamespace)
-            for v in items
-        )
-    return isinstance(value, random.Random | torch.Generator | types.SimpleNamespace)
+        return any(holds_state(v) for v in (value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, set) and holds_state(value)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -157,7 +208,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
     def copied(key: str, value: Any) -> Any:
         if key not in _TABLES and _holds_state(value):
-            return _Snapshot(value)
+            return Snapshot(value)
         return value.copy() if isinstance(value, dict | list | set) else value
 
     # most attributes are plain: this is called often
@@ -193,10 +244,10 @@ def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
     changed = []
     for key in [*before, *(k for k in now if k not in before)]:
         old, new = before.get(key), now.get(key)
-        if isinstance(old, _Snapshot):
+        if isinstance(old, Snapshot):
             if new is not old.value or old.changed():
                 changed.append(key)
-        elif isinstance(old, dict) and isinstance(new, dict):
+        elif key in _TABLES and isinstance(old, dict) and isinstance(new, dict):
             inner = [*old, *(k for k in new if k not in old)]
             changed += [str(k) for k in inner if old.get(k) is not new.get(k)]
         elif _differs(new, old):
@@ -211,7 +262,7 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
         del now[key]
     for key, value in before.items():
         present = now.get(key)
-        if isinstance(value, _Snapshot):
+        if isinstance(value, Snapshot):
             now[key] = value.value
             value.restore()
         elif isinstance(present, dict | list | set) and type(present) is type(value):

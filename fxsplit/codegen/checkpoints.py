@@ -193,7 +193,7 @@ def checkpoint_runs(traced: Traced, nodes: Sequence[fx.Node], groups: Sequence[i
         for storage in facts[node.name].writes:
             writers.setdefault(storage, []).append(i)
     arguments = {s for n in traced.graph.nodes if n.op == "placeholder" for s in facts[n.name].storages}
-    apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful or _is_told(traced, node)}
+    apart = {i for i, node in enumerate(nodes) if facts[node.name].stateful or _is_heard(traced, node)}
     apart |= _cut_contexts(nodes) | {i for i, group in enumerate(groups) if group is None}
     spans = _context_marks(nodes)
     while True:
@@ -234,12 +234,12 @@ def _context_marks(nodes: Sequence[fx.Node]) -> list[set[int]]:
     return list(marks.values())
 
 
-def _is_told(traced: Traced, node: fx.Node) -> bool:
-    """Whether it calls a module that is told of its copies: what these say to each other is not said again."""
+def _is_heard(traced: Traced, node: fx.Node) -> bool:
+    """Whether it calls a module that is told of its copies, or has hooks: what is said to others is not said again."""
     if node.op != "call_module":
         return False
     module = getattr(traced.module, traced.names[str(node.target)])
-    return any(callbacks_of(m) for m in module.modules())
+    return any(callbacks_of(m) or m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
 def _cut_contexts(nodes: Sequence[fx.Node]) -> set[int]:

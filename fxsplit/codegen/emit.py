@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
+from ..effects import rate_of
 from ..graph import (
     bind,
     compute_nodes,
@@ -61,6 +62,7 @@ def generate(
             writes=tuple(dict.fromkeys(b for fact in facts for b in fact.buffers)),
             changes=tuple(dict.fromkeys(fact.module_path for fact in facts if fact.stateful)),
             random=any(fact.random for fact in facts),
+            rates=_rates(traced, part),
             rng_state=any(fact.rng_state for fact in facts),
             modules=modules,
             header=_header(model, part, assignment, devices, made_by, modules, parameters),
@@ -70,6 +72,17 @@ def generate(
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
     outputs = tuple(v.name if isinstance(v, fx.Node) else (v,) for v in output_values(traced.graph))
     return Program(tuple(stages), _root(traced, stages), inputs, outputs)
+
+
+def _rates(traced: Traced, part: Part) -> tuple[str, ...]:
+    drawing = [n for n in part.nodes if traced.facts[n.name].random]
+    layers = [
+        getattr(traced.module, traced.names[str(n.target)], None) if n.op == "call_module" else None
+        for n in drawing
+    ]
+    if not all(isinstance(layer, nn.Module) and rate_of(layer) for layer in layers):
+        return ()
+    return tuple(dict.fromkeys(str(n.target) for n in drawing))
 
 
 class _StageWriter:
@@ -170,6 +183,7 @@ class _StageWriter:
         facts = [self.traced.facts[n.name] for n in run]
         region.meta["random"] = any(fact.random for fact in facts)
         region.meta["writes"] = [_local_buffer(b, run, self.names) for fact in facts for b in fact.buffers]
+        region.meta["paths"] = {n: fqn for fqn, n in self.names.items() if n in attributes}
         self.attributes[name] = region
         owner = graph.create_node("get_attr", name, name=f"{name}_region")
         operands = (owner, *(values[n] for n in reads))

@@ -77,7 +77,9 @@ def find_merges(
         merges = {name: _merge(name, state, extended, hidden) for name, state in states.items()}
         evidence: list[Evidence] = []
         if check or any(merge is None for merge in merges.values()) or _numbers(extended):
-            evidence = [e for e in (evidence_of(model, extended, p, dims) for p in probes) if e is not None]
+            writes = derivation.writes
+            runs = (evidence_of(model, extended, p, dims, writes=writes) for p in probes)
+            evidence = [e for e in runs if e is not None]
         found = [_noted(m, derivation) for m in _decided(extended, merges, states, evidence, derivation)]
         decided = (*found, *hidden.merges())
         warnings = _confirm(names, decided, evidence, derivation) if check else ()

@@ -41,6 +41,7 @@ class Derivation:
         by_micro_batch: what makes the values of a micro-batch others than those of its rows in the whole batch, because
             the plan says that micro-batches are computed one by one: batch normalisation, and state that forward
             writes. Empty if nothing does.
+        writes: whether forward writes to parameters or buffers.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Derivation:
         self._opaque, self._refuted = opaque, refuted
         self.assumed: dict[str, tuple[int, str]] = {}
         self._smooth: Dependence | None = None
-        self.by_micro_batch = ""
+        self.by_micro_batch, self.writes = "", False
         self._lasting = {ref.storage for ref in whole.tensors.values()}
         self._tensors = {(ref.storage, ref.place): f"self.{name}" for name, ref in whole.tensors.items()}
         self._run(list(traced.module.graph.nodes), dims)
@@ -125,8 +126,11 @@ class Derivation:
             return
         pair = Pair(step, other, self.rows, self.state_of, self._node_of)
         found = [Unknown(self._doubt)] * len(step.outputs) if self._doubt else self._results(pair, node)
-        for ref, state in zip(step.outputs, found, strict=True):
-            if ref.storage in self._lasting and step.func._schema.is_mutable and state != SAME:
+        for ref, derived in zip(step.outputs, found, strict=True):
+            state: Dependence = derived
+            lasts = ref.storage in self._lasting and step.func._schema.is_mutable
+            self.writes = self.writes or lasts
+            if lasts and state != SAME:
                 # A parameter or buffer: the state of the model, which one micro-batch hands on to the next.
                 self.by_micro_batch, state = "depends on state that forward writes", SAME
             if isinstance(state, Mixed) and not state.node:

@@ -26,6 +26,7 @@ class Evidence:
         leaves: of the whole run and of each part what gradients are asked of: parameters, then inputs.
         shared: how many of them are parameters.
         draws: whether random numbers were drawn, so that equal values are not to be expected.
+        writes: whether a run writes to what others have read, so that none can go backward any more.
     """
 
     whole: Sequence[Any]
@@ -35,6 +36,7 @@ class Evidence:
     shared: int
     rows: Sequence[int]
     draws: bool
+    writes: bool
 
     def fits(self, i: int, merge: Merge, merges: Sequence[Merge] = ()) -> bool:
         """Whether `merge` gives output `i` of the whole batch, and its gradients.
@@ -60,7 +62,7 @@ class Evidence:
 
     def _same_gradients(self, i: int, merges: Sequence[Merge], columns: Sequence[Sequence[Any]]) -> bool:
         whole = self.whole[i]
-        if not isinstance(whole, torch.Tensor) or not whole.requires_grad or whole.is_meta:
+        if self.writes or not isinstance(whole, torch.Tensor) or not whole.requires_grad or whole.is_meta:
             return True
         seed = gradient_for(whole)
         expected = _gradients([whole], [seed], self.leaves[0])
@@ -90,7 +92,9 @@ class Evidence:
         return f"whole batch: {_show(self.whole[i])}; micro-batches of {rows} rows: {', '.join(shown)}"
 
 
-def evidence_of(model: nn.Module, traced: Traced, probe: Probe, dims: BatchDims) -> Evidence | None:
+def evidence_of(
+    model: nn.Module, traced: Traced, probe: Probe, dims: BatchDims, *, writes: bool
+) -> Evidence | None:
     """Run the program on a batch and on its parts; None where it does not take what was made up."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     outputs, leaves, draws = [], [], False
@@ -107,7 +111,7 @@ def evidence_of(model: nn.Module, traced: Traced, probe: Probe, dims: BatchDims)
             raise
         leaves.append([*parameters, *(x for x in own if x.requires_grad)])
     asked = [d for x, d in zip(probe.inputs, dims.dims, strict=True) if x.requires_grad]
-    return Evidence(outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws)
+    return Evidence(outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws, writes)
 
 
 def are_rows(whole: Any, parts: Sequence[Any], dim: int) -> bool:

@@ -252,6 +252,16 @@ def _effects_known(model: nn.Module, traced: Traced, program: Program) -> Found:
         for word, said, is_so in zip(words, known, real, strict=True):
             if said != is_so:
                 yield Violation(f"stage {stage.index} is said to have {word} {said}, and has {is_so}")
+        targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
+        drawing = {
+            targets.get(name, name)
+            for name in stage.nodes
+            if name in traced.facts and traced.facts[name].random
+        }
+        if stage.rates and drawing != set(stage.rates):
+            yield Violation(
+                f"stage {stage.index} is said to draw by {set(stage.rates)} alone, and {drawing} draw"
+            )
 
 
 def _repeatable(model: nn.Module, traced: Traced, program: Program) -> Found:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..actions import Schedule
 from ..compat import modes_in_force
+from ..effects import draws_now
 from ..errors import ArgumentError, BatchError
 from ..graph import resolve
 from ..ir import Program
@@ -26,6 +27,7 @@ from ..schedules.proof import check_schedule
 from .batchnorm import DeferredNorms, batch_counters
 from .execute import Call
 from .syncnorm import SyncNorms
+from .unsaid import Shared, has_whole, shared_objects
 
 # The model → the copies that its modules talk to, where they do.
 _LATEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Company]] = weakref.WeakKeyDictionary()
@@ -45,6 +47,11 @@ class Crew:
         self._generation = 0
         self._company: Company = Company() if other is None else other._company
         self._left: list[threading.Thread] = [] if other is None else other._left
+        self._rates = {s.index: [resolve(model, path) for path in s.rates] for s in program.stages}
+        self._shared = shared_objects(program)
+        self._watched = frozenset(
+            s.index for s in program.stages if len(s.row) > 1 and not s.stateful and has_whole(s)
+        )
         # The number of micro-batches is a multiple of this: copies of a module are called equally often.
         self._told = [len(s.row) for s in program.stages if owners_of(model, s)]
         self._equally = math.lcm(*self._told)
@@ -104,6 +111,18 @@ class Crew:
                 remedy="one pipeline at a time; compile again",
             )
         return self._replicas
+
+    def drawing(self) -> frozenset[int]:
+        """The stages that may draw random numbers in a call, by the rates and modes of their layers now."""
+        return frozenset(
+            s.index
+            for s in self._program.stages
+            if s.random and (not s.rates or any(map(draws_now, self._rates[s.index])))
+        )
+
+    def watching(self, micro_batches: int) -> tuple[Sequence[Shared], frozenset[int]]:
+        """What several stages can see, and stages whose modules are looked at, because replicas run at the same time."""
+        return (self._shared, self._watched) if micro_batches > 1 else ((), frozenset())
 
     def refresh(self) -> None:
         """Copy everything anew in the next call, whether it seems to have changed or not."""

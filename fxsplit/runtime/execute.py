@@ -17,10 +17,11 @@ from ..compat import parameter_hooks_silenced, tree_leaves, tree_map
 from ..errors import AnomalyError
 from ..graph import region_modules
 from ..ir import Program, Stage
-from ..ops import Again, Around, recomputation, transfers_cut
+from ..ops import Again, recomputation, transfers_cut
+from ..recompute import Around
 from ..replicate.reduce import OrderedSum
 from ..replicate.replicas import Replica
-from ..rng import Stream, draw_base_seed, seeded, stage_seed
+from ..rng import BaseSeed, Stream, seeded
 from ..schedules.needs import dependencies, parameter_chains, step_needs, together, turns_of
 from .anomaly import is_bad, run_watched
 from .batchnorm import DeferredNorms
@@ -32,6 +33,7 @@ from .inside import LossInside
 from .loss import check_differentiable
 from .meeting import Meetings
 from .travel import Travelling
+from .unsaid import Shared, as_said, unchanged
 from .worker import play, play_serially
 
 
@@ -79,6 +81,9 @@ class Circumstances:
         hooks: called after every action.
         norms: keeps the statistics of batch normalisation, where its update is put off.
         rounds: stage → how many of its micro-batches meet: they go forward at the same time, and backward as one.
+        drawing: stages that may draw random numbers.
+        shared: what modules of several stages can see.
+        watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
     """
 
@@ -90,6 +95,9 @@ class Circumstances:
     hooks: Sequence[ActionHook] = ()
     norms: DeferredNorms | None = None
     rounds: Mapping[int, int] = field(default_factory=dict)
+    drawing: frozenset[int] = frozenset()
+    shared: Sequence[Shared] = ()
+    watched: frozenset[int] = frozenset()
     anomaly: str | None = None
 
 
@@ -117,9 +125,7 @@ class Call:
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = how.serial or len(chunks) == 1
         self.norms = how.norms if len(chunks) > 1 else None
-        self.base_seed = (
-            draw_base_seed() if len(chunks) > 1 and any(s.random for s in program.stages) else None
-        )
+        self.seed = BaseSeed() if len(chunks) > 1 and how.drawing else None
         self.made_by, self.readers = program.producers(), program.readers()
         self.results = {v for v in program.outputs if isinstance(v, str)}
         self.values: dict[tuple[str, int], Any] = {}
@@ -158,7 +164,8 @@ class Call:
         """Play the forward half. Returns per micro-batch the flat outputs, without graph."""
         in_turn, _ = turns_of(self.program, self.how.checkpoint, self.how.rounds)
         needs = together(dependencies(self.program, in_turn=in_turn), self.how.rounds)
-        self._play(self.schedule.half(forward=True), needs)
+        with self._seeded(), unchanged(self.how.shared):
+            self._play(self.schedule.half(forward=True), needs)
         self.written.arrive()
         rows = []
         for i in range(len(self.chunks)):
@@ -198,7 +205,11 @@ class Call:
         """
         self.loss = loss
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
-        with parameter_hooks_silenced(list(self.parameters.values())):
+        with (
+            self._seeded(),
+            unchanged(self.how.shared),
+            parameter_hooks_silenced(list(self.parameters.values())),
+        ):
             self._play(self.schedule.workers, step_needs(self.program, self.how.checkpoint, self.how.rounds))
         self.written.arrive()
         check_differentiable(loss.differentiable)
@@ -282,9 +293,14 @@ class Call:
             inputs = {name: self._take(name, i, stage.index) for name in stage.inputs}
             norms, norms_again = self._norms(stage, i)
             with (
-                recomputation(self._is_recomputed(i), norms_again),
+                recomputation(
+                    self._is_recomputed(i),
+                    norms_again,
+                    own_numbers=len(self.chunks) == 1 or stage.rng_state,
+                ),
                 transfers_cut(self.lanes.move) as crossings,
                 norms,
+                self._as_said(stage, replica),
                 self.written.carried(stage, i)
                 if stage.index not in self.how.rounds
                 else contextlib.nullcontext(),
@@ -488,11 +504,25 @@ class Call:
         return norming, norming.again
 
     def _random_numbers(self, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
-        if self.base_seed is None or not stage.random:
+        if self.seed is None or stage.index not in self.how.drawing:
             return contextlib.nullcontext()
         if stage.rng_state:  # a checkpoint of the user's saves and restores the default generator's own state
-            return seeded(stage_seed(self.base_seed, i, stage.index), stage.device)
-        return Stream(functools.partial(stage_seed, self.base_seed, i, stage.index))
+            return seeded(self.seed.of(i, stage.index), stage.device)
+        return Stream(functools.partial(self.seed.of, i, stage.index))
+
+    def _as_said(self, stage: Stage, replica: Replica) -> contextlib.AbstractContextManager[None]:
+        if stage.index not in self.how.watched:
+            return contextlib.nullcontext()
+        return as_said(stage, replica.module)
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """The part of a call in which it draws random numbers for the first time, where it does."""
+        try:
+            yield
+        finally:
+            if self.seed is not None:
+                self.seed.settle()
 
     @contextlib.contextmanager
     def _errors_say_where(self, action: Action) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 
 from ..compat import TreeSpec, tree_leaves, tree_unflatten
 from ..replicate.losses import LossInParts
-from ..rng import Stream, draw_base_seed, stage_seed
+from ..rng import BaseSeed, Stream
 from .loss import leaves_of
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -25,7 +25,7 @@ class LossInside:
         outputs: of the program, in order: the name of a value, or a constant in a 1-tuple.
         out_spec: their structure.
         around: entered while `loss` runs.
-        base_seed: of the call's random numbers; None if the model draws none: it is drawn if the loss does.
+        seed: of the call's random numbers; None if the model draws none: it is drawn if the loss does.
 
     Attributes:
         losses: micro-batch → its weighted loss, detached.
@@ -39,7 +39,7 @@ class LossInside:
         outputs: Sequence[str | tuple[Any, ...]],
         out_spec: TreeSpec,
         around: Around,
-        base_seed: int | None,
+        seed: BaseSeed | None,
     ) -> None:
         self.loss, self.outputs, self.out_spec, self.around = loss, outputs, out_spec, around
         self.losses: dict[int, torch.Tensor] = {}
@@ -47,7 +47,7 @@ class LossInside:
         self.differentiable = False
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
         self._turns = threading.Lock()
-        self._base_seed = base_seed
+        self._seed = seed
 
     def gradients(
         self, i: int, stages: int, taken: Mapping[str, Any]
@@ -62,7 +62,7 @@ class LossInside:
         """
         with self._turns, torch.enable_grad():
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
-            with self.around(), Stream(lambda: stage_seed(self._seed(), i, stages)):
+            with self.around(), Stream(lambda: self._seed_of(i, stages)):
                 part = self.loss(i, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
             wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
@@ -80,10 +80,10 @@ class LossInside:
             self.differentiable = self.differentiable or part.requires_grad
         return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
 
-    def _seed(self) -> int:
-        if self._base_seed is None:
-            self._base_seed = draw_base_seed()
-        return self._base_seed
+    def _seed_of(self, i: int, stages: int) -> int:
+        if self._seed is None:
+            self._seed = BaseSeed()
+        return self._seed.of(i, stages)
 
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import tree_unflatten
+from ..compat import has_tangent, in_forward_mode, tree_unflatten
 from ..cost.saved import Live, measured_saved
-from ..errors import ArgumentError, MoveError, PlanError, SerializeError
+from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
 from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
@@ -149,6 +149,7 @@ class Pipeline(nn.Module):
         check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self.traced.signature.flatten(args, kwargs)
         chunks, rows = self.micro_batches(inputs)
+        self._refuse_tangents(inputs)
         if self.model.training not in self.traced.modes:
             now, then = ("train", "eval") if self.model.training else ("eval", "train")
             raise ArgumentError(
@@ -156,6 +157,14 @@ class Pipeline(nn.Module):
                 remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
             )
         return inputs, chunks, rows
+
+    def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
+        every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
+        if in_forward_mode() and any(map(has_tangent, every)):
+            raise GradientError(
+                "forward-mode differentiation does not go through a pipeline, and an argument or parameter has a tangent",
+                remedy="compute it with the model itself: pipe.unsplit()",
+            )
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
@@ -202,6 +211,7 @@ class Pipeline(nn.Module):
             found = crew.replicas()
             found.tell()
             replicas = found.now(parameters)
+        shared, watched = crew.watching(count)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -211,6 +221,9 @@ class Pipeline(nn.Module):
             hooks=tuple(self._action_hooks.values()),
             norms=crew.norms(rounds, replicas),
             rounds=rounds,
+            drawing=crew.drawing(),
+            shared=shared,
+            watched=watched,
             anomaly=self.plan.detect_anomaly,
         )
         return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
@@ -302,7 +315,7 @@ class Pipeline(nn.Module):
             call = self._call(chunks, parameters, grad=True)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
-            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.base_seed)
+            loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
             with (
                 buffers_as_before(written_buffers(self.program, self.model)),
                 self._crew.anew_after_failure(call),

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from .. import effects
 from ..compare import equal
 from ..compat import storage_key, tree_leaves, tree_map
 from ..graph import resolve
 from ..ir import NodeFacts, TensorSpec
-from ..state import attributes_of, changed_attributes, preserved, state_tensors
+from ..reach import Reach, objects_in, reach
+from ..state import (
+    Snapshot,
+    attributes_of,
+    changed_attributes,
+    preserved,
+    python_random_state,
+    same_python_random,
+    state_tensors,
+)
 
 
 def find_facts(
@@ -32,6 +44,7 @@ def find_facts(
         with preserved(model, parameters=True), torch.enable_grad():
             for m, training in zip(model.modules(), modes, strict=True):
                 m.training = (not any(modes)) if flip else training
+            torch.default_generator.manual_seed(next(_SEEDS))  # `preserved` puts it back
             finder = _FactFinder(model, module, first_number=_OTHER_MODE if flip else 0)
             try:
                 finder.run(*(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs))
@@ -39,7 +52,7 @@ def find_facts(
                 if not flip:
                     raise
                 return {name: _cautious(model, module, name, fact) for name, fact in found[0].items()}
-            found.append(finder.facts)
+            found.append(finder.found())
     return {name: _union(fact, found[1][name]) for name, fact in found[0].items()}
 
 
@@ -71,105 +84,181 @@ def _cautious(model: nn.Module, module: fx.GraphModule, name: str, fact: NodeFac
     )
 
 
+@dataclass
+class _Asked:
+    """What was done with the default generator beside drawing from it.
+
+    Attributes:
+        state: something has asked for its state, as torch.utils.checkpoint and fork_rng do.
+        seeded: it has another seed.
+    """
+
+    state: bool = False
+    seeded: bool = False
+
+
+_SEEDS = itertools.count(0x5EED_0F_FAC75)  # that nobody else would think of
+
+
 @contextlib.contextmanager
-def _rng_state_reads() -> Iterator[list[None]]:
-    """An entry for each time that something asks for the generator's state, as torch.utils.checkpoint and fork_rng do."""
-    reads: list[None] = []
-    original = torch.get_rng_state
+def _generator_asked() -> Iterator[_Asked]:
+    """Around a node, in whose stead nobody draws."""
+    asked, original, seed = _Asked(), torch.get_rng_state, torch.default_generator.initial_seed()
 
     def noted() -> torch.Tensor:
-        reads.append(None)
+        asked.state = True
         return original()
 
     torch.get_rng_state = noted
     try:
-        yield reads
+        yield asked
     finally:
         torch.get_rng_state = original
+    asked.seeded = torch.default_generator.initial_seed() != seed
+    if asked.seeded:
+        torch.default_generator.manual_seed(next(_SEEDS))
+
+
+def _changed_objects(module: nn.Module, before: dict[str, Any]) -> list[Any]:
+    """The module, if it has set attributes, and what it changed inside of them."""
+    names = changed_attributes(module, before)
+    return [module, *(o for name in names for o in objects_in(module.__dict__.get(name)))] if names else []
+
+
+_OPERATIONS = ("call_function", "call_method")
+
+
+class _Before:
+    """What there was before a node was run, to see what it has done.
+
+    Args:
+        by_value: tensors that are compared by what they hold.
+    """
+
+    def __init__(self, held: Reach, read: Sequence[torch.Tensor], by_value: Sequence[torch.Tensor]) -> None:
+        self._read = read
+        self._versions = [(t, t._version) for t in (*read, *held.tensors.values())]
+        self._values = [(t, t.detach().clone()) for t in by_value]
+        self._attributes = [(m, attributes_of(m)) for m in held.modules.values()]
+        self._around = [Snapshot(o) for o in held.around]
+        self._generators, self._python = _generator_states(read), python_random_state()
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that hold something else now, or may."""
+        found = [t for t, version in self._versions if t._version != version]
+        return found + [t for t, before in self._values if not equal(t, before)]
+
+    def changed(self) -> list[Any]:
+        """The modules and objects that do."""
+        found = [o for m, before in self._attributes for o in _changed_objects(m, before)]
+        return found + [o for s in self._around if s.changed() for o in objects_in(s.value)]
+
+    def drew(self) -> bool:
+        """Whether a default generator of torch's is in another state."""
+        pairs = zip(self._generators, _generator_states(self._read), strict=True)
+        return not all(torch.equal(a, b) for a, b in pairs)
+
+    def python_drew(self) -> bool:
+        """Whether one of Python's or NumPy's is."""
+        return not same_python_random(self._python, python_random_state())
 
 
 class _FactFinder(fx.Interpreter):
-    """Watches version counters, buffer values and the generator's state around every node."""
+    """What every node may do, and, by version counters, values and generators around it, what it has done."""
 
     def __init__(self, model: nn.Module, module: fx.GraphModule, first_number: int) -> None:
         super().__init__(module, garbage_collect_values=False)  # a reused address would look like an alias
         self.facts: dict[str, NodeFacts] = {}
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._first_number = first_number
-        self._lasting: frozenset[int] = frozenset()
+        self._lasting: set[int] = set()
+        self._nameless: set[int] = set()  # what outlives the call, and is neither an argument nor a buffer
         self._parameter_names = {id(p): name for name, p in model.named_parameters()}  # ties: the first name
-        self._buffer_names = {self._number(t): name for name, t in state_tensors(model).items()}
+        self._buffer_names: dict[int, list[str]] = {}  # several, where they are views of each other
+        for name, tensor in state_tensors(model).items():
+            self._buffer_names.setdefault(self._number(tensor), []).append(name)
+
+    def found(self) -> dict[str, NodeFacts]:
+        """The facts; of the objects that modules share, only those that somebody changes."""
+        objects = {number for key, number in self._numbers.items() if isinstance(key, tuple)}
+        idle = objects - {n for fact in self.facts.values() for n in fact.writes}
+        return {
+            name: replace(fact, storages=fact.storages - idle, lasting=fact.lasting - idle)
+            for name, fact in self.facts.items()
+        }
 
     def run_node(self, n: fx.Node) -> Any:
-        owned = self._owned_tensors(n)
+        held, calls = self._held(n), n.op == "call_module"
         read = [
             t
             for t in tree_leaves(self.map_nodes_to_values((n.args, n.kwargs), n))
             if isinstance(t, torch.Tensor)
         ]
-        # What is written past the version counter shows in the values: kernels write to running statistics,
-        # users to `.data`. The basic modules of torch.nn do not write to parameters.
-        basic = n.op == "call_module" and type(resolve(self.module, str(n.target))).__module__.startswith(
-            "torch.nn"
-        )
-        by_value = [t for t in owned if not (basic and isinstance(t, nn.Parameter))]
-        if n.op in ("call_function", "call_method"):
-            by_value = [t for t in read if self._number(t) in self._lasting]
-        versions = [(t, t._version) for t in (*read, *owned)]
-        values = [(t, t.detach().clone()) for t in by_value]
-        generator, attributes = _generator_states(read), self._attributes(n)
-        with _rng_state_reads() as reads:
+        known = calls and effects.is_known(resolve(self.module, str(n.target)))
+        may = effects.of_module(resolve(self.module, str(n.target))) if calls else effects.May()
+        before = _Before(held, read, self._written_unseen(n, held, read, known))
+        with _generator_asked() as asked:
             value = super().run_node(n)
-        written = [t for t, version in versions if t._version != version]
-        changed = [t for t, before in values if not equal(t, before)]
-        stateful = any(changed_attributes(m, before) for m, before in attributes)
+        written = [*before.written(), *may.writes, *(self.env[o] for o in effects.may_write(n))]
+        changed = before.changed()
+        if may.draws_python or (calls and not known and before.python_drew()):
+            changed.append(random)
+        draws = before.drew() or may.draws or (not calls and n.op in _OPERATIONS and effects.may_draw(n))
+        others = [] if known else [*held.objects.values(), *held.modules.values()]
+        if draws or asked.seeded:
+            others.append(torch.default_generator)
+        if asked.seeded:  # others go on from where it leaves the generator
+            changed.append(torch.default_generator)
         made = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-        tensors = [*read, *owned, *made] if n.op != "output" else []
-        writes = {self._number(t) for t in (*written, *changed)}
-        own = frozenset(self._number(t) for t in (made if n.op == "placeholder" else owned))
-        storages = frozenset(self._number(t) for t in tensors)
-        if stateful:  # as if the module had a storage of its own: all its calls stay together
-            token = self._numbers.setdefault(id(attributes[0][0]), self._first_number + len(self._numbers))
-            writes, own, storages = writes | {token}, own | {token}, storages | {token}
+        owned = list(held.tensors.values())
+        writes = {self._number(t) for t in written} | {self._object(o) for o in changed}
+        objects = {self._object(o) for o in (*others, *changed)}
+        own = {self._number(t) for t in (made if n.op == "placeholder" else owned)} | objects
         self._lasting |= own
+        if n.op in ("call_module", "get_attr"):
+            self._nameless |= own - self._buffer_names.keys() - {self._object(torch.default_generator)}
+        tensors = [*read, *owned, *made] if n.op != "output" else []
+        names = self._parameter_names
         self.facts[n.name] = NodeFacts(
             module_path=n.meta.get("module_path", ""),
             source=n.meta.get("source"),
             child_call=n.meta.get("child_call", 0),
             value=tree_map(_spec, value),
-            storages=storages,
+            storages=frozenset({self._number(t) for t in tensors} | objects | writes),
             writes=frozenset(writes),
-            lasting=own,
-            stateful=stateful or any(isinstance(t, nn.Parameter) for t in (*written, *changed)),
-            parameters=tuple(
-                dict.fromkeys(self._parameter_names[id(t)] for t in owned if id(t) in self._parameter_names)
-            ),
-            buffers=tuple(self._buffer_names[w] for w in sorted(writes) if w in self._buffer_names),
+            lasting=frozenset(own),
+            stateful=bool(writes & self._nameless),
+            parameters=tuple(dict.fromkeys(names[id(t)] for t in owned if id(t) in names)),
+            buffers=tuple(name for w in sorted(writes) for name in self._buffer_names.get(w, ())),
             returns=next((o.name for o in n.all_input_nodes if value is self.env[o]), None) if made else None,
-            random=not all(
-                torch.equal(a, b) for a, b in zip(generator, _generator_states(read), strict=True)
-            ),
-            rng_state=bool(reads),
+            random=draws,
+            rng_state=asked.state or asked.seeded,
         )
         return value
 
-    def _owned_tensors(self, n: fx.Node) -> list[torch.Tensor]:
-        if n.op == "call_module":
-            owner = resolve(self.module, str(n.target))
-            return [*owner.parameters(), *state_tensors(owner).values()]
-        if n.op == "get_attr":
-            value = resolve(self.module, str(n.target))
-            return [value] if isinstance(value, torch.Tensor) else []
-        return []
+    def _written_unseen(
+        self, n: fx.Node, held: Reach, read: Sequence[torch.Tensor], known: bool
+    ) -> list[torch.Tensor]:
+        """What may be written past the version counter, and shows in the values.
 
-    def _attributes(self, n: fx.Node) -> list[tuple[nn.Module, dict[str, Any]]]:
-        if n.op != "call_module":
-            return []
-        return [(m, attributes_of(m)) for m in resolve(self.module, str(n.target)).modules()]
+        Kernels write to running statistics, users to `.data`. The basic modules of torch.nn do not write to parameters.
+        """
+        if n.op in _OPERATIONS:
+            return [t for t in read if self._number(t) in self._lasting]
+        return [t for t in held.tensors.values() if not (known and isinstance(t, nn.Parameter))]
+
+    def _held(self, n: fx.Node) -> Reach:
+        """What a node can get hold of beside its operands."""
+        if n.op not in ("call_module", "get_attr"):
+            return Reach()
+        return reach(resolve(self.module, str(n.target)))
 
     def _number(self, tensor: torch.Tensor) -> int:
         key = storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
         return self._numbers.setdefault(key, self._first_number + len(self._numbers))
+
+    def _object(self, value: Any) -> int:
+        return self._numbers.setdefault(("object", id(value)), self._first_number + len(self._numbers))
 
 
 def _spec(leaf: Any) -> Any:
