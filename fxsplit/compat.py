@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import (
     _device,  # torch 2.13
     _python_dispatch,  # torch 2.13
@@ -349,3 +349,9 @@ def modes_in_force() -> bool:
     functions = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch 2.13
     dispatch = torch._C._len_torch_dispatch_stack()  # torch 2.13
     return dispatch > 0 or any(not isinstance(mode, _device.DeviceContext) for mode in functions)
+
+
+GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
+    getattr(nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+]

@@ -80,6 +80,7 @@ class Circumstances:
         norms: keeps the statistics of batch normalisation, where its update is put off.
         rounds: stage → how many of its micro-batches meet: they go forward at the same time, and backward as one.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
+        asked: whether to compare what forward asked of values when it was captured.
     """
 
     grad: bool
@@ -91,6 +92,7 @@ class Circumstances:
     norms: DeferredNorms | None = None
     rounds: Mapping[int, int] = field(default_factory=dict)
     anomaly: str | None = None
+    asked: bool = False
 
 
 class Call:
@@ -289,10 +291,12 @@ class Call:
                 if stage.index not in self.how.rounds
                 else contextlib.nullcontext(),
             ):
-                if self.how.anomaly is None:
+                if self.how.anomaly is None and not self.how.asked:
                     result = replica.module(*inputs.values())
                 else:
-                    result = run_watched(replica.module, inputs.values(), self.how.anomaly)
+                    result = run_watched(
+                        replica.module, inputs.values(), self.how.anomaly, asked=self.how.asked
+                    )
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
             if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}

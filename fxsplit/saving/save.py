@@ -227,6 +227,7 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         "forecast": asdict(assignment.forecast),
         "regions": [region_runs(stage) for stage in pipe.program.stages],
         "batch_dims": list(pipe.dims.dims),
+        "assumptions": traced.assumptions.to_json(),
         "merges": [[m.how, m.dim] for m in pipe.merges],
     }
 
@@ -245,6 +246,8 @@ def _node(node: fx.Node, traced: Traced) -> dict[str, Any]:
     meta = {
         key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None
     }
+    if "asked" in node.meta:
+        meta["asked"] = {what: was.to_json() for what, was in node.meta["asked"].items()}
     source = node.meta.get("source")
     if source is not None:
         meta["source"] = [os.path.basename(source.path), source.line]
