@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +52,17 @@ class Assumptions:
 
     Attributes:
         names: of the modules, parameters and buffers that there were.
+        grad: whether the caller wanted gradients; True where forward did not ask.
     """
 
     rows: tuple[Assumption, ...] = ()
     names: frozenset[str] = frozenset()
+    grad: bool = True
 
     @property
-    def grad(self) -> bool:
-        """Whether gradients were wanted; True where forward did not ask."""
-        return Assumption("caller", "", ASKS_FOR_GRAD, Seen("bool", "False")) not in self.rows
+    def asks_for_grad(self) -> bool:
+        """Whether forward decides by the gradient mode of its caller, or by what follows from it."""
+        return any(row.what in (ASKS_FOR_GRAD, "requires_grad") for row in self.of_kind("caller", "value"))
 
     def without(self, what: str) -> Assumptions:
         """Without what was asked of the caller."""
@@ -95,13 +97,23 @@ class Assumptions:
         for row in self.rows:
             if row.kind in ("asked", "argument", "caller"):
                 shown.setdefault(f"{row.name} = {row.was}", [])
-            elif row.kind == "attribute" and row.was.kind not in ("function", "module", "tensor", "object"):
+            elif row.kind == "attribute" and row.was.kind not in (
+                "function",
+                "module",
+                "tensor",
+                "object",
+                "missing",
+            ):
                 owner = kinds.get(row.where, "")
                 label = f"{owner}.{row.what}" if owner else row.name
                 shown.setdefault(f"{label} = {row.was}", []).append(row.where)
             else:
-                others[_PLURALS.get(row.kind if row.kind != "attribute" else row.was.kind, "other things")] += 1
-        lines = [text + (f" ({len(paths)} modules)" if len(paths) > 1 else "") for text, paths in shown.items()]
+                others[
+                    _PLURALS.get(row.kind if row.kind != "attribute" else row.was.kind, "other things")
+                ] += 1
+        lines = [
+            text + (f" ({len(paths)} modules)" if len(paths) > 1 else "") for text, paths in shown.items()
+        ]
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more numbers, flags and texts"]
         if others:
@@ -111,19 +123,20 @@ class Assumptions:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         rows = [[row.kind, row.where, row.what, row.was.to_json()] for row in self.rows]
-        return {"rows": rows, "names": sorted(self.names)}
+        return {"rows": rows, "names": sorted(self.names), "grad": self.grad}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Assumptions:
         """The inverse of `to_json`."""
         rows = (Assumption(str(k), str(p), str(n), Seen.from_json(was)) for k, p, n, was in data["rows"])
-        return cls(tuple(rows), frozenset(data["names"]))
+        return cls(tuple(rows), frozenset(data["names"]), bool(data["grad"]))
 
 
 _SHOWN = 20
 _PLURALS = {
     "class": "classes of modules",
     "function": "functions",
+    "missing": "things that are not there",
     "module": "submodules",
     "tensor": "parameters and buffers",
     "table": "lists of what a module has",
@@ -141,8 +154,13 @@ def _differs(row: Assumption, now: Seen) -> list[str]:
     for key in [*before, *(k for k in after if k not in before)]:
         old, new = before.get(key, MISSING), after.get(key, MISSING)
         if not old.same(new):
-            label = row.name if not key.text else f"{row.where}.{key.text}".lstrip(".")
-            texts.append(f"{label} {row.what + ' ' if row.kind == 'model' else ''}was {old}, is {new}")
+            label = f"{row.where}.{key.text}".lstrip(".")
+            if row.kind != "model":
+                texts.append(f"{label} was {old}, is {new}")
+            elif new is MISSING:
+                texts.append(f"{label} has no longer {old}")
+            else:
+                texts.append(f"{label} got {new} after compile" + ("" if old is MISSING else f", had {old}"))
     return texts or [f"{row.name} are in another order"]
 
 
@@ -194,7 +212,10 @@ class Lookup:
         for key, value in vars(owner).items() if row.what == "__dict__" else vars(owner)[row.what].items():
             if row.what != "__dict__" or key not in OWN:
                 is_module = isinstance(value, nn.Module)
-                rows += [Seen("key", key), Seen("module", _class(value)) if is_module else seen(value, self.known)]
+                rows += [
+                    Seen("key", key),
+                    Seen("module", _class(value)) if is_module else seen(value, self.known),
+                ]
         return Seen("table", "", tuple(rows))
 
     def asked(self, row: Assumption) -> Seen:
@@ -219,16 +240,20 @@ LOOKUPS: dict[str, Callable[[Lookup, Assumption], Seen]] = {
 
 def _hooks(lookup: Lookup) -> Seen:
     return _counts(
-        {p: sum(len(getattr(m, table)) for table in HOOKS) for p, m in lookup.modules.items() if p}, "hooks"
+        {p: sum(len(getattr(m, table)) for table in HOOKS) for p, m in lookup.modules.items() if p}, "hook"
     )
 
 
 def _callbacks(lookup: Lookup) -> Seen:
-    return _counts({p: len(on_replicate_of(m)) for p, m in lookup.modules.items()}, "callbacks")
+    return _counts({p: len(on_replicate_of(m)) for p, m in lookup.modules.items()}, "replication callback")
 
 
 def _counts(counts: Mapping[str, int], word: str) -> Seen:
-    rows = [(Seen("key", p or "the model"), Seen("count", f"{n} {word}")) for p, n in counts.items() if n]
+    rows = [
+        (Seen("key", p or "the model"), Seen("count", f"a {word}" if n == 1 else f"{n} {word}s"))
+        for p, n in counts.items()
+        if n
+    ]
     return Seen("table", "", tuple(item for row in rows for item in row))
 
 
@@ -242,12 +267,25 @@ def _ties(lookup: Lookup) -> Seen:
     """Which names are one object."""
     model, first = lookup.model, dict[int, str]()
     rows: list[Seen] = []
-    for named in (model.named_modules, model.named_parameters, model.named_buffers):
+    for named in (
+        model.named_modules,
+        model.named_parameters,
+        model.named_buffers,
+        lambda **_: attribute_tensors(model),
+    ):
         for name, value in named(remove_duplicate=False):
             known = first.setdefault(id(value), name) if name in lookup.names else name
             if known != name:
-                rows += [Seen("key", name), Seen("tie", f"tied to {known}")]
+                rows += [Seen("key", name), Seen("tie", f"a tie to {known}")]
     return Seen("table", "", tuple(rows))
+
+
+def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that are plain attributes of modules."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
 
 
 MODEL_WIDE: dict[str, Callable[[Lookup], Seen]] = {

@@ -101,7 +101,9 @@ def _able_to_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
     Unless it runs as it is: some move their values themselves. After an error its parameters are where they were.
     """
-    homes = {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
+    homes = (
+        {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
+    )
     example = [leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     if len(homes) < 2 or not example or _runs(model, args, kwargs):
         yield
@@ -312,7 +314,7 @@ def _run_of(traced: Traced) -> Run:
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
     """The example without its graph; an inference tensor as an ordinary one."""
-    return x.clone() if x.is_inference() else x.detach()
+    return x.clone() if x.is_inference() else x.detach().requires_grad_(x.requires_grad)
 
 
 def _check_devices(assignment: Assignment) -> None:

@@ -41,13 +41,16 @@ def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     The Parameter objects stay the same.
     """
-    tables = [t for m in model.modules() for t in (m._parameters, m._buffers)]
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
     before = [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
     found = {id(tensor): tensor for _, _, tensor in before if _is_elsewhere(tensor, device)}
-    values = {key: (t.data, t.grad, t.data.to(device), None if t.grad is None else t.grad.to(device)) for key, t in found.items()}
-    for key, tensor in found.items():
+    values = {
+        key: (t.data, t.grad, t.data.to(device), None if t.grad is None else t.grad.to(device))
+        for key, t in found.items()
+    }
+    for number, tensor in found.items():
         if isinstance(tensor, nn.Parameter):
-            _, _, tensor.data, tensor.grad = values[key]
+            _, _, tensor.data, tensor.grad = values[number]
     for table, key, tensor in before:
         if id(tensor) in found and not isinstance(tensor, nn.Parameter):
             table[key] = values[id(tensor)][2]

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from .errors import ArgumentError
 
 HOOK = "__data_parallel_replicate__"  # the name that jactorch gave it
-OWN_CALLBACKS = "_fxsplit_on_replicate"  # an attribute: a copy of the module has it too
+_OWN = "_fxsplit_on_replicate"  # an attribute: a copy of the module has it too
 
 Callback = Callable[[nn.Module, "ReplicationContext", int], Any]
 
@@ -44,15 +44,24 @@ def on_replicate(module: nn.Module, callback: Callback) -> RemovableHandle:
             f"on_replicate({type(module).__name__}, {type(callback).__name__}) is not a module and a function",
             remedy="fxsplit.on_replicate(model.norm, lambda copy, context, copy_id: ...)",
         )
-    own: OrderedDict[int, Callback] = module.__dict__.setdefault(OWN_CALLBACKS, OrderedDict())
+    own: OrderedDict[int, Callback] = module.__dict__.setdefault(_OWN, OrderedDict())
     handle = RemovableHandle(own)
     own[handle.id] = callback
+    _registered[0] += 1
     return handle
+
+
+_registered = [0]
+
+
+def registered() -> int:
+    """How often `on_replicate` was called: a module may have callbacks that it had not."""
+    return _registered[0]
 
 
 def on_replicate_of(module: nn.Module) -> Sequence[Callback]:
     """The callbacks that `on_replicate` has registered."""
-    return tuple(module.__dict__.get(OWN_CALLBACKS, {}).values())
+    return tuple(module.__dict__.get(_OWN, {}).values())
 
 
 def callbacks_of(module: nn.Module) -> Sequence[Callback]:

@@ -51,7 +51,9 @@ class Seen:
         return shown if len(shown) <= _LONG else shown[: _LONG - 1] + "…"
 
     def _shown(self) -> str:
-        inside = [part._shown() for part in self.parts[:20]] if self.kind not in ("function", "object") else []
+        inside = (
+            [part._shown() for part in self.parts[:20]] if self.kind not in ("function", "object") else []
+        )
         match self.kind:
             case "missing":
                 return "not there"
@@ -111,7 +113,7 @@ def seen(value: Any, known: Mapping[int, str], inside: tuple[int, ...] = ()) -> 
     if isinstance(value, types.FunctionType):
         return Seen("function", _name(value), tuple(items), value.__code__)
     if isinstance(value, _WRAPPERS):
-        return Seen("function", type(value).__name__, tuple(items))
+        return Seen("function", str(type(value).__name__), tuple(items))
     if type(value) in (tuple, list, dict, set, frozenset, deque):
         return Seen(type(value).__name__, "", tuple(items))
     if isinstance(value, type):
@@ -160,7 +162,9 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from value
         yield from _fields(value)
-    elif not (isinstance(value, type | enum.Enum | types.FunctionType) or _is_array(value) or is_opaque(value)):
+    elif not (
+        isinstance(value, type | enum.Enum | types.FunctionType) or _is_array(value) or is_opaque(value)
+    ):
         yield from _fields(value)
 
 
@@ -181,7 +185,11 @@ def _fields(value: Any) -> Iterator[Any]:
 def changeable(value: Any, found: dict[int, Any] | None = None) -> dict[int, Any]:
     """The containers in `value` that may change without being replaced, by id, without modules and tensors."""
     found = {} if found is None else found
-    if type(value) in _PLAIN or isinstance(value, (*_TORCH, torch.Tensor, type, enum.Enum)) or id(value) in found:
+    if (
+        type(value) in _PLAIN
+        or isinstance(value, (*_TORCH, torch.Tensor, type, enum.Enum))
+        or id(value) in found
+    ):
         return found
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, *_WRAPPERS)) or is_opaque(value):
         return found

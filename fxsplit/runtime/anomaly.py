@@ -16,7 +16,9 @@ from ..rng import Stream
 from ..seen import MISSING
 
 
-def run_watched(module: fx.GraphModule, inputs: Iterable[Any], kind: str | None, *, asked: bool = False) -> Any:
+def run_watched(
+    module: fx.GraphModule, inputs: Iterable[Any], kind: str | None, *, asked: bool = False
+) -> Any:
     """``module(*inputs)``, node by node.
 
     Args:

@@ -81,6 +81,7 @@ class Pipeline(nn.Module):
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
+    _kind: torch.dtype | None
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class Pipeline(nn.Module):
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
         own.update(_lock=lock, _serial=False, _reducers=Reducers(), _compiler=None)
+        own["_kind"] = _floating_type(model)
         own.update(
             _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
             _watch=Watch(model, traced, program),
@@ -179,7 +181,7 @@ class Pipeline(nn.Module):
             self._watch.use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
-            new = self._watch.asked.circumstances(inputs)
+            new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
             with self._crew.anew_after_failure(call):
@@ -307,7 +309,7 @@ class Pipeline(nn.Module):
         with self._lock:
             self._watch.use_current_modules()
             parameters = self._trainable()
-            new = self._watch.asked.circumstances(inputs)
+            new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=True, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
@@ -493,12 +495,11 @@ class Pipeline(nn.Module):
         return self._over(copy.deepcopy(self.model, memo))
 
     def _example_now(self) -> list[torch.Tensor]:
-        """The example in the floating point type that the model has now."""
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        if len(kinds) != 1:
+        """The example, converted as the model was since: a floating point type that it had to the one that it has."""
+        before, now = self._kind, _floating_type(self.model)
+        if before is None or now is None or before == now:
             return self.example
-        kind = kinds.pop()
-        return [x.to(kind) if x.is_floating_point() else x for x in self.example]
+        return [x.to(now) if x.dtype == before else x for x in self.example]
 
     def compiled_by(self, compiler: Callable[..., Pipeline]) -> None:
         """What makes this pipeline anew, from model, plan and example."""
@@ -546,7 +547,7 @@ class Pipeline(nn.Module):
                 one.__dict__.update(_lock=self._lock, _action_hooks=self._action_hooks)
         for name in ("plan", "traced", "assignment", "program", "dims", "merges", "example", "other_mode"):
             self.__dict__[name] = made.__dict__[name]
-        self.__dict__.update(_crew=made._crew, _watch=made._watch)
+        self.__dict__.update(_crew=made._crew, _watch=made._watch, _kind=made._kind)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -563,7 +564,7 @@ class Pipeline(nn.Module):
         return self
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's own."""
         model = self.__dict__.get("model")
         return True if model is None else bool(model.training)
@@ -632,6 +633,12 @@ class Pipeline(nn.Module):
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
+
+
+def _floating_type(model: nn.Module) -> torch.dtype | None:
+    """That of the parameters, where they have one."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _device_of(example: Any) -> torch.device:

@@ -25,7 +25,7 @@ from ..compat import autocast_kinds
 from ..errors import AssumptionError
 from ..ir import Program, Traced
 from ..rebind import use_current
-from ..replication import OWN_CALLBACKS
+from ..replication import registered
 from ..saving.skeleton import Skeleton
 from ..seen import changeable, contents, same_contents
 
@@ -44,65 +44,79 @@ class Fingerprint:
         modules = list(lookup.modules.items())
         hooks = [vars(m)[name] for path, m in modules if path for name in HOOKS]
         tables = [vars(m)[name] for _, m in modules for name in TABLES]
-        self._modules = [m for _, m in modules]
+        self.tensors = [t for table_ in tables for t in table_.values() if isinstance(t, torch.Tensor)]
+        inlined = dict.fromkeys(row.where for row in table.of_kind("attribute"))
+        self._modules = [m for path, m in modules if path in inlined]
         self._classes = list(map(type, self._modules))
         self._empty = [t for t in (*hooks, *tables) if not t]
         self._full = [t for t in (*hooks, *tables) if t]
         self._copies = [dict(t) for t in self._full]
-        self._attributes = [vars(m) for m in self._modules]
-        self._callbacks = [a.get(OWN_CALLBACKS) and dict(a[OWN_CALLBACKS]) for a in self._attributes]
-        self._global = len(global_hooks())
-        self._entries(lookup, table)
+        self._registered, self._global = registered(), len(global_hooks())
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._sized: list[Any] = []
+        self._lists: list[list[Any]] = []
+        self._others: list[Any] = []
+        self._in_classes: dict[tuple[type, str], Any] = {}
+        for table_ in self._full:  # tensors of one element that are equal are taken for the same by `==`
+            self._entries += [
+                (table_, k, t) for k, t in table_.items() if isinstance(t, torch.Tensor) and t.numel() < 2
+            ]
+        self._attributes(lookup, table)
         self._contents(lookup, table)
         self._asked(lookup, table)
+        self._compile()
 
-    def _entries(self, lookup: Lookup, table: Assumptions) -> None:
-        """Attributes by the dict that they are in; the names in that dict; attributes of classes."""
-        small = [
-            (table_, key, value)
-            for table_ in self._full
-            for key, value in table_.items()
-            if isinstance(value, torch.Tensor) and value.numel() < 2  # equal ones are taken for the same by `==`
-        ]
+    def _attributes(self, lookup: Lookup, table: Assumptions) -> None:
+        """Attributes by the dict that they are in, or are missing in; those of classes."""
         owners: dict[str, dict[str, Any]] = {}
-        classes: dict[tuple[type, str], Any] = {}
         for row in table.of_kind("attribute"):
             owner = lookup.at(row.where)
-            if not is_there(owner) or not hasattr(owner, "__dict__"):
-                continue
-            own = owners[row.where] = vars(owner)
             if not isinstance(owner, nn.Module):
                 continue
-            if row.what in own:
-                small.append((own, row.what, own[row.what]))
+            own = owners[row.where] = vars(owner)
+            if any(row.what in own[table_] for table_ in TABLES):
                 continue
-            for cls in type(owner).__mro__:
-                classes[cls, row.what] = vars(cls).get(row.what, _MISSING)
+            self._entries.append((own, row.what, own.get(row.what, _MISSING)))
+            for cls in type(owner).__mro__ if row.what not in own else ():
+                self._in_classes[cls, row.what] = vars(cls).get(row.what, _MISSING)
                 if row.what in vars(cls):
                     break
+        self._sized += owners.values()
         for path in lookup.objects:
-            if hasattr(lookup.at(path), "__dict__"):
-                own = owners[path] = vars(lookup.at(path))
-                small += [(own, key, value) for key, value in own.items()]
-        self._dicts, self._keys = [d for d, _, _ in small], [k for _, k, _ in small]
-        self._values = [v for _, _, v in small]
-        self._named = list(owners.values())
-        self._names = list(map(tuple, self._named))
-        self._in_classes = [vars(cls).get for cls, _ in classes]
-        self._class_keys, self._class_values = [key for _, key in classes], list(classes.values())
+            self._hold(lookup.at(path))
 
     def _contents(self, lookup: Lookup, table: Assumptions) -> None:
         """Containers that may change without being replaced."""
         found: dict[int, Any] = {}
-        known = {*lookup.known}
         for row in table.of_kind("attribute"):
             value = read(lookup.at(row.where), row.what)
-            if is_there(value) and id(value) not in known and not isinstance(value, nn.Module):
+            if is_there(value) and id(value) not in lookup.known:
                 changeable(value, found)
-        for key in known:
-            found.pop(key, None)
-        self._containers = list(found.values())
-        self._held = list(map(contents, self._containers))
+        for key, value in found.items():
+            if key not in lookup.known:
+                self._hold(value)
+
+    def _hold(self, value: Any) -> None:
+        tables = [value] if isinstance(value, dict) else []
+        tables += [vars(value)] if getattr(value, "__dict__", None) else []
+        for table in tables:
+            self._entries += [(table, key, item) for key, item in table.items()]
+            self._sized.append(table)
+        if isinstance(value, list):
+            self._lists.append(value)
+            self._sized.append(value)
+        elif not tables:
+            self._others.append(value)
+
+    def _compile(self) -> None:
+        """The lists that `holds` goes through."""
+        self._dicts, self._keys = [d for d, _, _ in self._entries], [k for _, k, _ in self._entries]
+        self._values = [value for _, _, value in self._entries]
+        self._sizes = list(map(len, self._sized))
+        self._items = [item for one in self._lists for item in one]
+        self._held = list(map(contents, self._others))
+        self._getters = [vars(cls).get for cls, _ in self._in_classes]
+        self._names, self._found = [k for _, k in self._in_classes], list(self._in_classes.values())
 
     def _asked(self, lookup: Lookup, table: Assumptions) -> None:
         """What was asked of tensors of the model."""
@@ -112,7 +126,9 @@ class Fingerprint:
             tensor = read(lookup.at(path), leaf)
             if isinstance(tensor, torch.Tensor) and row.what in _GETTERS:
                 tensors.setdefault(row.what, []).append(tensor)
-        self._tensors = [(_GETTERS[what], found, list(map(_GETTERS[what], found))) for what, found in tensors.items()]
+        self._tensors = [
+            (_GETTERS[what], found, list(map(_GETTERS[what], found))) for what, found in tensors.items()
+        ]
 
     def holds(self) -> bool:
         """Whether nothing that counts is another object."""
@@ -121,20 +137,20 @@ class Fingerprint:
                 not any(self._empty)
                 and all(map(operator.eq, self._full, self._copies))
                 and list(map(type, self._modules)) == self._classes
+                and list(map(len, self._sized)) == self._sizes
                 and all(map(operator.is_, map(dict.get, self._dicts, self._keys, _FOREVER), self._values))
-                and list(map(tuple, self._named)) == self._names
-                and all(map(operator.is_, map(operator.call, self._in_classes, self._class_keys, _FOREVER), self._class_values))
-                and list(map(dict.get, self._attributes, _CALLBACKS)) == self._callbacks
-                and all(map(same_contents, self._held, map(contents, self._containers)))
+                and all(map(operator.is_, map(_CALL, self._getters, self._names, _FOREVER), self._found))
+                and all(map(operator.is_, itertools.chain.from_iterable(self._lists), self._items))
+                and all(map(same_contents, self._held, map(contents, self._others)))
                 and all(list(map(get, tensors)) == before for get, tensors, before in self._tensors)
-                and len(global_hooks()) == self._global
+                and (registered(), len(global_hooks())) == (self._registered, self._global)
             )
         except (RuntimeError, ValueError):  # tensors were compared: they are others
             return False
 
 
+_CALL: Any = operator.call
 _FOREVER: Any = itertools.repeat(_MISSING)
-_CALLBACKS: Any = itertools.repeat(OWN_CALLBACKS)
 _GETTERS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     what: operator.attrgetter(what) for what in ("dtype", "shape", "requires_grad", "layout")
 }
@@ -150,16 +166,18 @@ class Asked:
     node by node; what may change such an answer is the key of the circumstances.
     """
 
-    def __init__(self, model: nn.Module, traced: Traced, program: Program) -> None:
+    def __init__(self, traced: Traced, program: Program) -> None:
         rows = traced.assumptions
-        places = {a.placeholder: i for i, a in enumerate(traced.signature.arguments)}
+        places = {a.name: i for i, a in enumerate(traced.signature.arguments)}
         self._caller = list(rows.of_kind("caller"))
         self._arguments = [(places[row.where], row) for row in rows.of_kind("argument")]
         self._names = [a.name for a in traced.signature.arguments]
-        self._getters = [_GETTERS[what] for what in {row.what for row in rows.of_kind("value")} if what in _GETTERS]
+        self._getters = [
+            _GETTERS[what] for what in {row.what for row in rows.of_kind("value")} if what in _GETTERS
+        ]
         types = {device.type for stage in program.stages for device in (stage.device, *stage.row)}
         self._autocast = sorted(types & set(autocast_kinds()))
-        self._model, self._seen = model, list[Key]()
+        self._seen: list[Key] = []
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Compare the state of the caller, and the arguments.
@@ -172,7 +190,9 @@ class Asked:
             if not row.was.same(now):
                 raise AssumptionError(
                     f"forward asked for {row.what}, which was {row.was} when the pipeline was compiled, and is {now}",
-                    remedy="pipe.recompile() here, in this state: inside of the same torch.no_grad and torch.autocast",
+                    remedy="torch.no_grad() instead of inference_mode()"
+                    if "inference" in row.what
+                    else "pipe.recompile() here, in this state: inside of the same torch.no_grad and torch.autocast",
                 )
         for i, row in self._arguments:
             now = ASKED[row.what](inputs[i])
@@ -184,13 +204,12 @@ class Asked:
                     "them as the example",
                 )
 
-    def circumstances(self, inputs: Sequence[torch.Tensor]) -> Key | None:
-        """A key of the circumstances if there was no call in them yet."""
+    def circumstances(self, tensors: Sequence[torch.Tensor]) -> Key | None:
+        """A key of the circumstances if there was no call in them yet; `tensors` are arguments and the model's."""
         if not self._getters:
             return None
-        tensors = [*inputs, *self._model.parameters(), *self._model.buffers()]
         states = [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._autocast]
-        key = (torch.is_grad_enabled(), *states, *(get(t) for get in self._getters for t in tensors))
+        key = (torch.is_grad_enabled(), *states, *(list(map(get, tensors)) for get in self._getters))
         return None if key in self._seen else key
 
     def passed(self, key: Key) -> None:
@@ -206,7 +225,7 @@ class Watch:
         # Inlined modules of a model that was made from a state_dict have neither classes nor attributes.
         self._assumed = Assumptions() if isinstance(model, Skeleton) else traced.assumptions
         self._fingerprint: Fingerprint | None = None
-        self.asked = Asked(model, traced, program)
+        self.asked = Asked(traced, program)
 
     def use_current_modules(self) -> None:
         """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors.
@@ -225,3 +244,8 @@ class Watch:
         for stage in self._program.stages:
             use_current(stage.module, stage.paths, self._model)
         self._fingerprint = Fingerprint(self._model, self._assumed)
+
+    def circumstances(self, inputs: Sequence[torch.Tensor]) -> Key | None:
+        """A key of the circumstances of a call if there was none in them yet, and forward asked what they decide."""
+        owned = [] if self._fingerprint is None else self._fingerprint.tensors
+        return self.asked.circumstances([*inputs, *owned])

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import fx, nn
+from torch import fx
 
-from ..assumptions import LOOKUPS, MODEL_WIDE, TABLES, Assumption, Assumptions, Lookup, is_there
+from ..assumptions import (
+    LOOKUPS,
+    MODEL_WIDE,
+    TABLES,
+    Assumption,
+    Assumptions,
+    Lookup,
+    attribute_tensors,
+    is_there,
+)
 from ..graph import is_within
 from ..seen import MISSING
-from .capture import Capture
+from .capture import Capture, Request
 
 
-def assumed(model: nn.Module, capture: Capture, graph: fx.Graph) -> Assumptions:
+def assumed(request: Request, capture: Capture, graph: fx.Graph) -> Assumptions:
     """What `graph` of `capture` is right for, looked up in the model as it is now."""
+    model = request.model
     modules = [path for path, _ in model.named_modules()]
-    tensors = [name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)]
+    tensors = [
+        name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, _ in named(remove_duplicate=False)
+    ]
     aliases = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    reads = {f"{path}.{name}" if path else name for path, row in capture.taken.reads.items() for name in row}
+    tensors += [name for name, _ in attribute_tensors(model) if name in reads]
     names = frozenset((*aliases, *tensors))
     lookup = Lookup(model, Assumptions(names=names))
     for path in capture.taken.objects:
@@ -27,13 +43,17 @@ def assumed(model: nn.Module, capture: Capture, graph: fx.Graph) -> Assumptions:
         empty = Assumption(kind, where, what, MISSING)
         if kind != "attribute" or is_there(lookup.at(where)):
             rows.append(Assumption(kind, where, what, LOOKUPS[kind](lookup, empty)))
-    rows += [Assumption("asked" if where else "caller", where, what, was) for where, what, was in capture.taken.asked]
     rows += [
-        Assumption("argument" if node.op == "placeholder" else "value", node.name, what, was)
-        for node in graph.nodes
-        for what, was in node.meta.get("asked", {}).items()
+        Assumption("asked" if where else "caller", where, what, was)
+        for where, what, was in capture.taken.asked
     ]
-    return Assumptions(tuple(rows), names)
+    inputs = dict(
+        zip((n for n in graph.nodes if n.op == "placeholder"), request.signature.arguments, strict=True)
+    )
+    for node in graph.nodes:
+        kind, name = ("argument", inputs[node].name) if node in inputs else ("value", node.name)
+        rows += [Assumption(kind, name, what, was) for what, was in node.meta.get("asked", {}).items()]
+    return Assumptions(tuple(rows), names, request.grad)
 
 
 def _keys(modules: list[str], capture: Capture, graph: fx.Graph) -> Iterator[tuple[str, str, str]]:
@@ -49,9 +69,7 @@ def _keys(modules: list[str], capture: Capture, graph: fx.Graph) -> Iterator[tup
         if not path:
             yield "attribute", path, "forward"
         for name in reads:
-            if name in TABLES:
-                yield "table", path, name
-            elif name == "__dict__":
+            if name in TABLES or name == "__dict__":
                 yield "table", path, name
             elif not inside or name not in ("forward",):
                 yield "attribute", path, name

@@ -81,10 +81,10 @@ def trace(
     refused: dict[str, FxsplitError] = {}
     narrow: Traced | None = None
     with TRACING, preserved(model, parameters=True), torch.enable_grad(), transforms_left():
-        request = Request(model, signature, inputs, asked)
-        if not grad and _asks_for_grad(request):
-            request = replace(request, grad=False)
-        for name, front_end, request, captures in _attempts(request, tracer, refused):
+        first = Request(model, signature, inputs, asked)
+        if not grad and _asks_for_grad(first):
+            first = replace(first, grad=False)
+        for name, front_end, request, captures in _attempts(first, tracer, refused):
             while captures:
                 try:
                     traced = _traced(request, name, captures)
@@ -100,14 +100,14 @@ def trace(
                     captures = _kept_whole(front_end, request, error)
                 except (VerifyError, TraceError) as error:
                     refused[name], captures = error, []
-    first = next(iter(refused.values()))
+    reason = next(iter(refused.values()))
     if narrow is None:
-        others = {f"{name}: {error.what}" for name, error in refused.items() if error is not first}
+        others = {f"{name}: {error.what}" for name, error in refused.items() if error is not reason}
         for text in sorted(others):
-            first.add_note(f"not captured by another front end either: {text}")
-        raise first
+            reason.add_note(f"not captured by another front end either: {text}")
+        raise reason
     warnings.warn(
-        f"{type(model).__name__} was captured for batches of {dims.batch_size(inputs)} rows only: {first.what}. To run "
+        f"{type(model).__name__} was captured for batches of {dims.batch_size(inputs)} rows only: {reason.what}. To run "
         "other batch sizes, move what reads the batch size as a plain number into a submodule (it is then kept whole)",
         stacklevel=3,
     )
@@ -156,7 +156,9 @@ def _asks_for_grad(request: Request) -> bool:
         capture = as_eager(replace(request, kept=dict(request.kept), grad=False))
     except (TraceError, ArgumentError):
         return False
-    return any(what == ASKS_FOR_GRAD for _, what, _ in capture.taken.asked)
+    asked = [what for _, what, _ in capture.taken.asked]
+    asked += [what for node in capture.graph.nodes for what in node.meta.get("asked", ())]
+    return ASKS_FOR_GRAD in asked or "requires_grad" in asked
 
 
 def _for_any_grad_mode(traced: Traced, request: Request) -> Traced:
@@ -165,7 +167,8 @@ def _for_any_grad_mode(traced: Traced, request: Request) -> Traced:
         return traced
     try:
         rows = [
-            structure(as_eager(replace(request, kept=dict(request.kept), grad=grad)).graph) for grad in (True, False)
+            structure(as_eager(replace(request, kept=dict(request.kept), grad=grad)).graph)
+            for grad in (True, False)
         ]
     except (TraceError, ArgumentError):
         return traced
@@ -238,7 +241,7 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
                 front_end=name,
                 kept_whole={path: why for path, why in request.kept.items() if path in objects},
                 modes=modes,
-                assumptions=assumed(model, capture, graph),
+                assumptions=assumed(request, capture, graph),
             )
         )
     return replace(found[0], other_mode=found[1] if len(found) == 2 else None)

@@ -100,7 +100,9 @@ def in_both_modes(
 def _ask_alike(*graphs: Sequence[fx.Node]) -> None:
     """What forward asks of a value in one of the modes, it may ask in all of them."""
     for nodes in zip(*graphs, strict=True):
-        asked = {what: answer for node in reversed(nodes) for what, answer in node.meta.get("asked", {}).items()}
+        asked = {
+            what: answer for node in reversed(nodes) for what, answer in node.meta.get("asked", {}).items()
+        }
         if asked:
             nodes[0].meta["asked"] = asked
 

@@ -57,7 +57,13 @@ Patch = tuple[Any, str, Any]
 def patched(tracer: Tracer) -> Iterator[None]:
     """Torch tells `tracer` of the calls that a function mode does not see."""
     missing = object()
-    patches = [*_calls(tracer), *_contexts(tracer), *_refusals(tracer), *_questions(tracer), *tracer.reads.patches()]
+    patches = [
+        *_calls(tracer),
+        *_contexts(tracer),
+        *_refusals(tracer),
+        *_questions(tracer),
+        *tracer.reads.patches(),
+    ]
     originals = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
@@ -106,7 +112,13 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
     yield torch.autograd.Function, "apply", classmethod(function_apply)
     if tracer.says_compiling:
         is_compiling = torch.compiler.is_compiling
-        yield torch.compiler, "is_compiling", lambda: tracer.is_tracing() or is_compiling()
+
+        def says_compiling() -> bool:
+            # What torch's own modules leave out when they are compiled, they do otherwise by the values of tensors.
+            by_torch = sys._getframe(1).f_code.co_filename.startswith(_MODULES)
+            return is_compiling() or (tracer.is_tracing() and not by_torch)
+
+        yield torch.compiler, "is_compiling", says_compiling
 
 
 def _contexts(tracer: Tracer) -> Iterator[Patch]:
@@ -140,7 +152,11 @@ def _question(tracer: Tracer, name: str, original: Any) -> Any:
         value = original(*args)
         path = sys._getframe(1).f_code.co_filename
         by_torch = path.startswith(_TORCH)
-        counts = path.startswith(_MODULES) and ("is_" in name or "fastpath" in name) if by_torch else not is_ours(path)
+        counts = (
+            path.startswith(_MODULES) and ("is_" in name or "fastpath" in name)
+            if by_torch
+            else not is_ours(path)
+        )
         if counts and tracer.is_tracing():
             tracer.ask_caller(f"{name}({', '.join(map(repr, args))})", value, by_torch=by_torch)
         return value

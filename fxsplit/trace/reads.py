@@ -18,8 +18,15 @@ from .source import is_ours
 
 _OWN = frozenset(vars(nn.Module())) - {"_modules", "_parameters", "_buffers"}
 _MODULE_FILE = sys.modules["torch.nn.modules.module"].__file__
-_MACHINERY = frozenset(("__getattr__", "__setattr__", "__delattr__", "__call__", "_wrapped_call_impl", "inner"))
-_QUIET = (os.path.dirname(torch.__file__) + os.sep + "fx", os.path.dirname(torch.__file__) + os.sep + "_dynamo")
+_MACHINERY = frozenset(
+    ("__getattr__", "__setattr__", "__delattr__", "__call__", "_wrapped_call_impl", "inner")
+)
+_QUIET = (
+    os.path.dirname(torch.__file__) + os.sep + "fx",
+    os.path.dirname(torch.__file__) + os.sep + "_dynamo",
+)
+
+_GET = "__getattribute__"
 
 Patch = tuple[Any, str, Any]
 
@@ -73,15 +80,15 @@ class Reads:
             self._meet(module, name, value)
             return value
 
-        yield nn.Module, "__getattribute__", read
+        yield nn.Module, _GET, read
 
     def close(self) -> None:
         """Leave the classes of the user's objects as they were."""
         for cls, before in reversed(self._patched):
             if before is None:
-                del cls.__getattribute__
+                delattr(cls, _GET)
             else:
-                cls.__getattribute__ = before  # type: ignore[method-assign]
+                setattr(cls, _GET, before)
         self._patched.clear()
 
     def _meet(self, owner: Any, name: str, value: Any) -> None:
@@ -108,9 +115,9 @@ class Reads:
             self._meet(thing, name, value)
             return value
 
-        before = vars(cls).get("__getattribute__")
+        before = vars(cls).get(_GET)
         try:
-            cls.__getattribute__ = read  # type: ignore[method-assign]
+            setattr(cls, _GET, read)
         except (TypeError, AttributeError):
             return False
         self._patched.append((cls, before))

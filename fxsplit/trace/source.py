@@ -62,7 +62,19 @@ def _messages(path: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 _TELL = frozenset(
-    ("print", "log", "debug", "info", "info_once", "warn", "warning", "warning_once", "error", "exception", "critical")
+    (
+        "print",
+        "log",
+        "debug",
+        "info",
+        "info_once",
+        "warn",
+        "warning",
+        "warning_once",
+        "error",
+        "exception",
+        "critical",
+    )
 ) | {"_assert", "_check"}
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import storage_key, transforms_left, tree_leaves
 from ..assumptions import ASKED, global_hooks
+from ..compat import storage_key, transforms_left, tree_leaves
 from ..ops import guard
 from ..replication import callbacks_of
 from ..seen import Seen, seen
@@ -198,11 +198,13 @@ class ValueTracer(TorchFunctionMode):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if name in MEMORY_FORMAT and isinstance(result, bool):
             if id(tensors[0]) in self._refs and not self._ref(tensors[0]).constant:
-                self._guard(operator.eq, self._traced(result, Ref(self._call(func, name, args, kwargs))), result)
+                self._guard(
+                    operator.eq, self._traced(result, Ref(self._call(func, name, args, kwargs))), result
+                )
             return result
-        if name in ("__repr__", "__format__") and not in_a_message():
-            if any(id(t) in self._refs for t in tensors):
-                raise CannotInlineError(f"it uses the {BY_VALUE} as a text")
+        as_text = name in ("__repr__", "__format__") and any(id(t) in self._refs for t in tensors)
+        if as_text and not in_a_message():
+            raise CannotInlineError(f"it uses the {BY_VALUE} as a text")
         for tensor in tensors if name in ASKS else ():
             self._ask(tensor, ASKS[name])
         return result
@@ -742,6 +744,8 @@ def _why_opaque(m: nn.Module) -> str | None:
     """Why `m` must not be inlined although its forward may trace; ``""`` for the basic modules of torch.nn."""
     if isinstance(m, torch.jit.ScriptModule):
         return "it is a ScriptModule"
+    if "_orig_mod" in m._modules:
+        return "it was made by torch.compile"
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
         return "it has hooks"
     if callbacks_of(m):
