@@ -792,7 +792,9 @@ def test_effects_are_eagers_or_an_error(made, policy, schedule, stages, parts, r
     try:
         pipe = compiled_with_fewer(mine, plan, (x,))
     except BatchError:
-        assert parts > 1 and {"told", "gate", "drawing gate"} & {*names}  # which look at the whole batch to decide
+        assert parts > 1 and {"told", "gate", "drawing gate"} & {
+            *names
+        }  # which look at the whole batch to decide
         return
     raised = raised and "dropout" in names
     for layer in (*mine, *reference) if raised else ():

@@ -85,6 +85,7 @@ class Circumstances:
         shared: what modules of several stages can see.
         watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
+        asked: whether to compare what forward asked of values when it was captured.
     """
 
     grad: bool
@@ -99,6 +100,7 @@ class Circumstances:
     shared: Sequence[Shared] = ()
     watched: frozenset[int] = frozenset()
     anomaly: str | None = None
+    asked: bool = False
 
 
 class Call:
@@ -305,10 +307,12 @@ class Call:
                 if stage.index not in self.how.rounds
                 else contextlib.nullcontext(),
             ):
-                if self.how.anomaly is None:
+                if self.how.anomaly is None and not self.how.asked:
                     result = replica.module(*inputs.values())
                 else:
-                    result = run_watched(replica.module, inputs.values(), self.how.anomaly)
+                    result = run_watched(
+                        replica.module, inputs.values(), self.how.anomaly, asked=self.how.asked
+                    )
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
             if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}

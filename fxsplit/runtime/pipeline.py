@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -17,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import has_tangent, in_forward_mode, tree_unflatten
+from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
 from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
+from ..place import gathered
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
 from ..proof.structure import RULES, verify_structure
@@ -78,6 +80,8 @@ class Pipeline(nn.Module):
     _watch: Watch
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
+    _compiler: Callable[..., Pipeline] | None
+    _kind: torch.dtype | None
 
     def __init__(
         self,
@@ -100,12 +104,12 @@ class Pipeline(nn.Module):
             model._modules,
         )
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["training"] = model.training
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False, _reducers=Reducers())
+        own.update(_lock=lock, _serial=False, _reducers=Reducers(), _compiler=None)
+        own["_kind"] = _floating_type(model)
         own.update(
             _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
             _watch=Watch(model, traced, program),
@@ -148,6 +152,7 @@ class Pipeline(nn.Module):
         """The flat inputs, those of each micro-batch, and its rows."""
         check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self.traced.signature.flatten(args, kwargs)
+        self._watch.asked.check(inputs)
         chunks, rows = self.micro_batches(inputs)
         self._refuse_tangents(inputs)
         if self.model.training not in self.traced.modes:
@@ -185,7 +190,8 @@ class Pipeline(nn.Module):
             self._watch.use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
-            call = self._call(chunks, parameters, grad=grad, replicas=replicas)
+            new = self._watch.circumstances(inputs)
+            call = self._call(chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
             with self._crew.anew_after_failure(call):
                 if grad:
@@ -194,6 +200,8 @@ class Pipeline(nn.Module):
                     )
                 else:
                     tensors, _ = runner.forward()
+            if new is not None:
+                self._watch.asked.passed(new)
         return runner.results(tensors, [inputs] if gather else chunks), runner.devices()
 
     def _call(
@@ -203,6 +211,7 @@ class Pipeline(nn.Module):
         *,
         grad: bool,
         replicas: Mapping[int, Sequence[Replica]] | None = None,
+        asked: bool = False,
     ) -> Call:
         count, crew = len(chunks), self._crew
         rounds = crew.rounds(count)
@@ -225,6 +234,7 @@ class Pipeline(nn.Module):
             shared=shared,
             watched=watched,
             anomaly=self.plan.detect_anomaly,
+            asked=asked,
         )
         return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
 
@@ -312,7 +322,8 @@ class Pipeline(nn.Module):
         with self._lock:
             self._watch.use_current_modules()
             parameters = self._trainable()
-            call = self._call(chunks, parameters, grad=True)
+            new = self._watch.circumstances(inputs)
+            call = self._call(chunks, parameters, grad=True, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
@@ -321,6 +332,8 @@ class Pipeline(nn.Module):
                 self._crew.anew_after_failure(call),
             ):
                 outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
+            if new is not None:
+                self._watch.asked.passed(new)
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
 
     def criterion(self, loss_fn: LossFn, reduction: str | None = None) -> Criterion:
@@ -449,7 +462,7 @@ class Pipeline(nn.Module):
             homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
             if len(homes) == 1:
                 now = self.active
-                with torch.enable_grad():
+                with torch.set_grad_enabled(now.traced.assumptions.grad):
                     verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
@@ -498,12 +511,59 @@ class Pipeline(nn.Module):
         return self._over(copy.deepcopy(self.model, memo))
 
     def _example_now(self) -> list[torch.Tensor]:
-        """The example in the floating point type that the model has now."""
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        if len(kinds) != 1:
+        """The example, converted as the model was since: a floating point type that it had to the one that it has."""
+        before, now = self._kind, _floating_type(self.model)
+        if before is None or now is None or before == now:
             return self.example
-        kind = kinds.pop()
-        return [x.to(kind) if x.is_floating_point() else x for x in self.example]
+        return [x.to(now) if x.dtype == before else x for x in self.example]
+
+    def compiled_by(self, compiler: Callable[..., Pipeline]) -> None:
+        """What makes this pipeline anew, from model, plan and example."""
+        self.__dict__["_compiler"] = compiler
+
+    def recompile(self, *args: Any, **kwargs: Any) -> Self:
+        """Capture the model anew, as it is now, under the same plan; this pipeline is then the new one.
+
+        For a model that has changed since it was compiled: a flag, a number, a module, a hook. The model may be spread
+        over devices; its parameters come back to where the plan says. Where the plan names no device and the model has
+        been moved to another one, it stays there.
+
+        Args:
+            args, kwargs: another example; else that of `fxsplit.compile`.
+
+        Raises:
+            ArgumentError: the pipeline was made from a state_dict: there is no forward to capture.
+            FxsplitError: as `fxsplit.compile`; the pipeline and the model are as before.
+        """
+        if isinstance(self.model, Skeleton) or self._compiler is None:
+            raise ArgumentError(
+                "the pipeline was loaded without its model, and there is no forward to capture",
+                remedy="fxsplit.load(folder, model), then pipe.recompile(); or fxsplit.compile(model, plan, ...)",
+            )
+        with self._lock:
+            check_not_inside(self._lock, self.plan.schedule_name)
+            example = self._example_now()
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            homes = {t.device for t in tensors}
+            stays = len(homes) == 1 and self.plan.devices is None and self.plan.device_map is None
+            if stays:
+                home = next(iter(homes))
+                example = [x.detach().to(home).requires_grad_(x.requires_grad) for x in example]
+            if not (args or kwargs):
+                args, kwargs = self.traced.signature.unflatten(example)
+            with contextlib.nullcontext() if stays else gathered(self.model, _device_of((args, kwargs))):
+                made = self._compiler(self.model, self.plan, example_args=args, example_kwargs=kwargs)
+            self._become(made)
+        return self
+
+    def _become(self, made: Pipeline) -> None:
+        """Take over all that a compile makes. Lock and hooks stay."""
+        for one in (self, made.other_mode):
+            if one is not None:
+                one.__dict__.update(_lock=self._lock, _action_hooks=self._action_hooks)
+        for name in ("plan", "traced", "assignment", "program", "dims", "merges", "example", "other_mode"):
+            self.__dict__[name] = made.__dict__[name]
+        self.__dict__.update(_crew=made._crew, _watch=made._watch, _kind=made._kind)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -517,8 +577,19 @@ class Pipeline(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""
         self.model.train(mode)
-        self.__dict__["training"] = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """The model's own."""
+        model = self.__dict__.get("model")
+        return True if model is None else bool(model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self.__dict__.get("model")
+        if model is not None:
+            model.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
@@ -548,6 +619,9 @@ class Pipeline(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """An independent pipeline over a deep copy of the model."""
         found = self._over(copy.deepcopy(self.model, memo))
+        for one in (found, found.other_mode):
+            if one is not None:
+                one._watch.use_current_modules()
         found.active.make_replicas().tell()
         return found
 
@@ -564,15 +638,27 @@ class Pipeline(nn.Module):
             traced = replace(traced, other_mode=other.traced)
         if isinstance(model, Skeleton):
             model.runs(traced)
-        return Pipeline(
+        found = Pipeline(
             model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example, other
         )
+        found.__dict__["_compiler"] = self._compiler
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializeError(
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
+
+
+def _floating_type(model: nn.Module) -> torch.dtype | None:
+    """That of the parameters, where they have one."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _device_of(example: Any) -> torch.device:
+    return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
 
 def verify(pipe: Pipeline) -> str:
