@@ -370,3 +370,8 @@ GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
     getattr(nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]
+
+
+plain_tensors = (
+    torch._C.DisableTorchFunctionSubclass
+)  # torch 2.9 to 2.15: subclasses of tensors compute as tensors
