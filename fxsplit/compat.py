@@ -87,7 +87,7 @@ class _RecordType:
                 OrderedDict.__setitem__(value, key, item)
             elif isinstance(value, dict):
                 dict.__setitem__(value, key, item)
-            else:
+            if not isinstance(value, dict) or key in getattr(value, "__dict__", ()):  # some keep their items as attributes too
                 object.__setattr__(value, key, item)  # frozen ones too
         return value
 
