@@ -25,7 +25,7 @@ from torch.utils import (
     _pytree,  # torch 2.13: the pytree that transformers and torch.export register with
 )
 
-from .caches import is_cache, put_together, taken_apart
+from .caches import Follows, is_cache, put_together, taken_apart
 
 TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
@@ -65,12 +65,18 @@ class _RecordType:
         return cls(type(value), keys, template)
 
     @classmethod
-    def named(cls, module: str, qualified: str, keys: Sequence[str]) -> _RecordType:
+    def named(cls, module: str, qualified: str, keys: Sequence[str], rest: Any = None) -> _RecordType:
         """The type with this name; its constructor is not called."""
-        kind: Any = importlib.import_module(module)
-        for part in qualified.split("."):
-            kind = getattr(kind, part)
-        return cls(kind, tuple(keys), kind.__new__(kind))
+        kind: Any = _named_class(module, qualified)
+        if rest is None:
+            return cls(kind, tuple(keys), kind.__new__(kind))
+        found = tuple((key, value if how is None else _REST[how](value)) for key, how, value in rest)
+        return cls(kind, tuple(keys), None, found)
+
+    def dumped(self) -> list[Any]:
+        """What `named` takes."""
+        row = [self.cls.__module__, self.cls.__qualname__, list(self.keys)]
+        return row if self.rest is None else [*row, [[key, *_dumped(value)] for key, value in self.rest]]
 
     def values_of(self, value: Any) -> list[Any]:
         found = [
@@ -87,9 +93,36 @@ class _RecordType:
                 OrderedDict.__setitem__(value, key, item)
             elif isinstance(value, dict):
                 dict.__setitem__(value, key, item)
-            if not isinstance(value, dict) or key in getattr(value, "__dict__", ()):  # some keep their items as attributes too
+            if not isinstance(value, dict) or key in getattr(
+                value, "__dict__", ()
+            ):  # some keep their items as attributes too
                 object.__setattr__(value, key, item)  # frozen ones too
         return value
+
+
+def _named_class(module: str, qualified: str) -> type:
+    found: Any = importlib.import_module(module)
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+_REST: dict[str, Callable[[Any], Any]] = {  # what a cache has beside its tensors, from JSON
+    "follows": Follows,
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+    "class": lambda row: _named_class(*row),
+}
+
+
+def _dumped(value: Any) -> tuple[str | None, Any]:
+    if isinstance(value, Follows):
+        return "follows", str(value)
+    if isinstance(value, torch.dtype):
+        return "dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return "device", str(value)
+    return ("class", [value.__module__, value.__qualname__]) if isinstance(value, type) else (None, value)
 
 
 def _flatten_record(record: _Record) -> tuple[list[Any], _RecordType]:
@@ -108,7 +141,7 @@ _pytree.register_pytree_node(  # torch 2.13; the public one has no keys
     _flatten_record,
     lambda values, kind: kind.build(values),
     serialized_type_name="fxsplit.Record",
-    to_dumpable_context=lambda kind: [kind.cls.__module__, kind.cls.__qualname__, list(kind.keys)],
+    to_dumpable_context=lambda kind: kind.dumped(),
     from_dumpable_context=lambda row: _RecordType.named(*row),
     flatten_with_keys_fn=_flatten_record_with_keys,
 )

@@ -14,7 +14,13 @@ from ..errors import NoAttributeError
 _LOOKS = frozenset(
     [
         *("can_generate", "save_pretrained", "push_to_hub", "num_parameters", "get_memory_footprint"),
-        *("get_input_embeddings", "get_output_embeddings", "get_position_embeddings", "get_encoder", "get_decoder"),
+        *(
+            "get_input_embeddings",
+            "get_output_embeddings",
+            "get_position_embeddings",
+            "get_encoder",
+            "get_decoder",
+        ),
         *("estimate_tokens", "floating_point_ops", "add_model_tags"),
         *("prepare_decoder_input_ids_from_labels", "create_extended_attention_mask_for_decoder"),
     ]

@@ -24,7 +24,9 @@ def made_again(value: Any) -> Call:
         except Exception:  # whatever the user's constructor raises
             continue
     name = type(value).__name__
-    raise CannotInlineError(f"an operation takes a {name}, which {name}(...) does not make again from what it holds")
+    raise CannotInlineError(
+        f"an operation takes a {name}, which {name}(...) does not make again from what it holds"
+    )
 
 
 def _ways(value: Any) -> list[Call]:
@@ -41,7 +43,8 @@ def _ways(value: Any) -> list[Call]:
 
 def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and all(
-        x.keys() == y.keys() and all(x[key] is y[key] for key in x) for x, y in zip(_held(a), _held(b), strict=True)
+        x.keys() == y.keys() and all(x[key] is y[key] for key in x)
+        for x, y in zip(_held(a), _held(b), strict=True)
     )
 
 
