@@ -59,7 +59,7 @@ def taken_apart(cache: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]
 
 def put_together(kind: type, held: Mapping[str, Any], rest: tuple[tuple[str, Any], ...]) -> Any:
     """The inverse of `taken_apart`; the constructor of the class is not called."""
-    cache = kind.__new__(kind)
+    cache: Any = object.__new__(kind)
     sample = _sample(held)
     found = {key: value.of(sample) if isinstance(value, Follows) else value for key, value in rest}
     vars(cache).update({**held, **found})

@@ -501,9 +501,16 @@ def hf():
 
 
 DECODER = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 SEQ2SEQ = {"vocab_size": 96, "d_model": 32}
@@ -515,12 +522,21 @@ NAMES = {
     "MixtralForCausalLM": {**DECODER, "num_local_experts": 4},
     "BertForMaskedLM": {k: v for k, v in DECODER.items() if k != "num_key_value_heads"},
     "T5ForConditionalGeneration": {
-        **{**SEQ2SEQ, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-        **{"decoder_start_token_id": 0},
+        **SEQ2SEQ,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
     },
     "BartForConditionalGeneration": {
-        **{**SEQ2SEQ, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
-        **{"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+        **SEQ2SEQ,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
         "max_position_embeddings": 64,
     },
 }
@@ -600,8 +616,13 @@ def test_a_trainer_of_transformers_trains_a_pipeline(hf, tmp_path):
             else model
         )
         arguments = hf.TrainingArguments(
-            **{"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4},
-            **{"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=4,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
         )
         torch.manual_seed(0)
         hf.Trainer(model=trained, args=arguments, train_dataset=rows).train()

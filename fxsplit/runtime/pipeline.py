@@ -47,8 +47,8 @@ from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
-from .reentry import check_not_inside, computing_for
 from .model_face import handed_on, says_what_it_takes
+from .reentry import check_not_inside, computing_for
 from .step import call_merged, step_inside, step_outside, wants_merged
 from .watch import Watch
 
@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    @says_what_it_takes
+    @says_what_it_takes  # type: ignore[override]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch; differentiable, whatever the loss outside.
 
