@@ -479,9 +479,9 @@ def test_attributes_are_the_models(face):
 def test_what_would_go_around_the_pipeline_is_not_handed_on(face):
     assert not hasattr(face, "generate")
     with pytest.raises(NoAttributeError, match=r"past_key_values=.*pipe\.unsplit\(\)\.generate"):
-        face.generate
+        _ = face.generate
     with pytest.raises(AttributeError, match="neither the pipeline nor its model \\(Pretrained\\)"):
-        face.confg
+        _ = face.confg
     copied = copy.deepcopy(face)
     assert copied.config is copied.model.config is not face.config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -50,16 +50,18 @@ class Described:
         )
 
 
-class says_what_it_takes:  # noqa: N801  a decorator
-    """``inspect.signature(pipe.forward)`` is what the model takes: transformers' Trainer keeps columns by it."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def says_what_it_takes(function: Function) -> Function:
+    """``inspect.signature(pipe.forward)`` is what the model takes: transformers' Trainer keeps columns by it."""
+    return cast(Function, _SaysWhatItTakes(function))
+
+
+class _SaysWhatItTakes:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.__doc__ = function, function.__doc__
 
-    @overload
-    def __get__(self, pipe: None, owner: type) -> Callable[..., Any]: ...
-    @overload
-    def __get__(self, pipe: nn.Module, owner: type) -> Described: ...
     def __get__(self, pipe: nn.Module | None, owner: type) -> Any:
         return self.function if pipe is None else Described(self.function, pipe)
 

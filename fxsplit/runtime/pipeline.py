@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    @says_what_it_takes  # type: ignore[override]
+    @says_what_it_takes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch; differentiable, whatever the loss outside.
 
