@@ -5,6 +5,7 @@
     python benchmarks/runtime.py micro-batches [--layers 8] [--rounds 15]
     python benchmarks/runtime.py small [--rounds 21]
     python benchmarks/runtime.py memory [--steps 3]
+    python benchmarks/runtime.py fingerprint [--rounds 21]
 
 A step is forward, mean squared error and backward of one batch on the CPU. The model is a stack of
 `nn.TransformerEncoderLayer` (width 256, 4 heads, feed-forward 512, no dropout), a batch 64 rows of 64 tokens. All
@@ -26,6 +27,9 @@ call them. Python calls them one at a time, whatever the number of threads.
 
 ``memory``: bytes at their highest during one step, the most of `--steps`, of 16 layers in 4 equal stages with 8
 micro-batches. See `LiveBytes` for what is counted.
+
+``fingerprint``: what each call takes to see that the model is still what was compiled, for 501 modules: 125 blocks of
+four, whose forward reads two numbers, a dict and a type.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 import warnings
 import weakref
 
@@ -56,6 +61,8 @@ from peers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import fxsplit
 
 # glibc gives large blocks back to the kernel as soon as they are free, and each step then faults its activations in
 # again, page by page: eager's whole batch more than micro-batches. All variants alike keep what they had.
@@ -355,12 +362,45 @@ def show(header, rows):
     print(tabulate(rows, headers=header, disable_numparse=True), end="\n\n", flush=True)
 
 
+class Flagged(torch.nn.Module):
+    """A block whose forward reads plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.scale, self.gated, self.options = 0.5, True, {"shift": 0.0}
+
+    def forward(self, x):
+        """A gated feed-forward layer."""
+        h = self.up(self.norm(x))
+        h = h * h.sigmoid() if self.gated else h
+        return x + self.down(h).to(x.dtype) * self.scale + self.options["shift"]
+
+
+def fingerprint(options):
+    """What a call takes to see that nothing has changed."""
+    model, x = torch.nn.Sequential(*(Flagged() for _ in range(125))), torch.randn(4, 8)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
+    pipe(x)
+    watch, rounds = pipe._watch, options.rounds or 21
+    for name, look in (
+        ("attributes", watch.use_current_modules),
+        ("types", lambda: watch.circumstances([x])),
+    ):
+        seconds = [timeit.timeit(look, number=100) / 100 for _ in range(rounds)]
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        print(
+            f"{name}: {middle * 1e6:.0f} µs a call ({low * 1e6:.0f} to {high * 1e6:.0f}), {len(list(model.modules()))} modules"
+        )
+
+
 PARTS = {
     "speed": speed,
     "overhead": overhead,
     "micro-batches": micro_batches,
     "small": small,
     "memory": memory,
+    "fingerprint": fingerprint,
 }
 
 

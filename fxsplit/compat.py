@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import (
     _device,  # torch 2.13
     _python_dispatch,  # torch 2.13
@@ -408,3 +408,9 @@ def in_forward_mode() -> bool:
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether it carries one."""
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
+    getattr(nn.modules.module, f"_global_{name}_hooks")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +18,17 @@ from .batch import BatchDims
 from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
 from .codegen.memory import with_simulated_memory
+from .compat import tree_leaves
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph import is_within, output_values
 from .ir import Assignment, Program, Traced
 from .merging.decide import Merging, find_merges
 from .microbatch import Merge
 from .partition.shared import partition_with_homes
-from .place import place
+from .place import gathered, place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
+from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
 from .reach import reach
 from .replicate.meet import check_replicas
@@ -70,7 +74,8 @@ def compile(
             `fxsplit.errors`. Nothing has changed then.
     """
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
-    with TRACING, torch.inference_mode(False), torch.enable_grad():
+    grad = torch.is_grad_enabled()
+    with TRACING, torch.inference_mode(False), torch.enable_grad(), _able_to_run(model, example_args, kwargs):
         traced = trace(
             model,
             example_args,
@@ -79,6 +84,7 @@ def compile(
             tracer=tracer,
             batch_dims=plan.batch_dims,
             check=check,
+            grad=grad,
         )
         inputs = traced.signature.flatten(example_args, kwargs)
         pipe = _pipeline(model, traced, plan, inputs, check)
@@ -90,7 +96,34 @@ def compile(
                 place(model, placed.program)
         replicas.refresh()
         replicas.tell()
+        pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
         return pipe
+
+
+@contextlib.contextmanager
+def _able_to_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A model whose parameters are on several devices, as a pipeline leaves them, is brought to the example's device.
+
+    Unless it runs as it is: some move their values themselves. After an error its parameters are where they were.
+    """
+    homes = (
+        {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
+    )
+    example = [leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    if len(homes) < 2 or not example or _runs(model, args, kwargs):
+        yield
+        return
+    with gathered(model, example[0]):
+        yield
+
+
+def _runs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    with preserved(model, parameters=True), torch.no_grad():
+        try:
+            model.forward(*args, **kwargs)
+        except Exception:
+            return False
+    return True
 
 
 def _arguments(
@@ -268,7 +301,7 @@ def _placed_alike(other: Traced, assignment: Assignment, program: Program) -> di
 
 
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
-    """The numbers of the split on the example; the graphs themselves have been compared already.
+    """The numbers of the split on the example, and on the micro-batches that the plan makes of it.
 
     Before the parameters have moved to several devices the split cannot run: its graph is run then.
     """
@@ -279,19 +312,23 @@ def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
         homes = {torch.empty(0, device=d).device for d in one.devices}
         moves = len(homes) > 1 or bool({x.device for x in (*model.parameters(), *inputs)} - homes)
         run = _run_of(one.traced) if moves else one.run_whole
-        with preserved(model):
+        with preserved(model), torch.set_grad_enabled(one.traced.assumptions.grad):
             if model.training not in one.traced.modes:
                 model.train(not model.training)
             verify_numerics(model, one.traced, run, inputs)
+            if one.dims.batch_size(inputs) and one.plan.micro_batches > 1:
+                verify_sizes(model, one.traced, one.dims, one.micro_batches(inputs)[1], inputs)
+                if not moves and any(stage.writes or stage.stateful for stage in one.stages):
+                    one.verify_micro_batches(inputs)
 
 
 def _run_of(traced: Traced) -> Run:
-    return lambda values: list(traced.module(*values))
+    return lambda values: list(traced.module(*values))[: traced.out_spec.num_leaves]
 
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
-    """The example without its graph; an inference tensor as an ordinary one."""
-    return x.clone() if x.is_inference() else x.detach()
+    """A copy of the example, without its graph; an inference tensor as an ordinary one."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _check_devices(assignment: Assignment) -> None:

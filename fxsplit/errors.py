@@ -53,6 +53,10 @@ class ArgumentError(FxsplitError, TypeError):
     """A call has an argument that is missing, unknown, or not of the kind the pipeline was compiled for."""
 
 
+class AssumptionError(ArgumentError):
+    """The model, or the state of its caller, is not what it was when the pipeline was compiled."""
+
+
 class BatchError(FxsplitError, ValueError):
     """The arguments of a call do not agree on the batch, or an output cannot be merged."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .assumptions import Assumptions
 from .compat import TreeSpec, tree_leaves
 from .ops import guard
 from .signature import Signature
@@ -127,6 +128,7 @@ class Traced:
         modes: the values of ``training`` that the graph is known to hold for.
         other_mode: the graph for the other mode, where the model takes another path in it.
         refused: front ends that were tried before, and why their graphs were not taken.
+        assumptions: what of the model and its caller the graph is right for.
     """
 
     graph: fx.Graph
@@ -141,6 +143,7 @@ class Traced:
     modes: tuple[bool, ...] = (True, False)
     other_mode: Traced | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    assumptions: Assumptions = field(default_factory=Assumptions)
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -154,6 +157,7 @@ class Traced:
         lines += [f"  not used: {name}: {why}" for name, why in self.refused.items()]
         lines += [f"  kept whole: {path} ({why})" for path, why in self.kept_whole.items()]
         lines += [f"  baked in: {text}" for text in self.baked_in()]
+        lines += [f"  taken for granted: {text}" for text in self.assumptions.lines()]
         if self.other_mode is not None:
             lines += ["in the other mode the model takes another path:", self.other_mode.report()]
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .assumptions import Assumptions
 from .batch import BatchDims
 from .callables import resolve_name
 from .codegen.emit import generate
 from .compat import name_namedtuple, spec_from_text
+from .compiler import compile
 from .errors import SerializeError
 from .graph import ModuleMode, resolve, run_under
 from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
@@ -27,7 +30,9 @@ from .runtime.pipeline import Pipeline
 from .saving.save import FORMAT, source
 from .saving.skeleton import Skeleton, rebuild
 from .saving.values import decode, decode_signature, import_all
+from .seen import Seen
 from .signature import Argument, Signature
+from .trace.front import ASKED_WHOLE
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | Mapping[str, torch.Tensor]) -> Pipeline:
@@ -72,6 +77,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module | Mapping[str, torch.T
         if placed is not None:
             place(own, placed.program)
     pipe.active.make_replicas().tell()
+    whole = [path for path, why in pipe.traced.kept_whole.items() if why == ASKED_WHOLE]
+    pipe.compiled_by(functools.partial(compile, leaf_modules=whole))
     return pipe
 
 
@@ -145,6 +152,13 @@ def _traced(data: Mapping[str, Any], model: nn.Module, other: Pipeline | None) -
         constants[name] = (
             ModuleMode(value["mode"], resolve(model, value["mode"])) if is_mode else decode(value)
         )
+    assumptions = Assumptions.from_json(data["assumptions"])
+    changes = "" if isinstance(model, Skeleton) else assumptions.changes(model)
+    if changes:
+        raise SerializeError(
+            f"the saved pipeline does not fit {type(model).__name__}: {changes}",
+            remedy="load it over a model like the one that was saved, or compile this one",
+        )
     names = dict(data["local_names"])
     objects = {fqn: constants[fqn] if fqn in constants else resolve(model, fqn) for fqn in names}
     return Traced(
@@ -159,6 +173,7 @@ def _traced(data: Mapping[str, Any], model: nn.Module, other: Pipeline | None) -
         kept_whole=data["kept_whole"],
         modes=tuple(data["modes"]),
         other_mode=None if other is None else other.traced,
+        assumptions=assumptions,
     )
 
 
@@ -182,6 +197,8 @@ def _graph(data: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, NodeFacts]]:
         meta = dict(row["meta"])
         if "source" in meta:
             meta["source"] = Source(*meta["source"])
+        if "asked" in meta:
+            meta["asked"] = {str(what): Seen.from_json(was) for what, was in meta["asked"].items()}
         node.meta.update({"module_path": "", "source": None, **meta})
         fact = dict(row["facts"])
         for key in ("storages", "writes", "lasting"):

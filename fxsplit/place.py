@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,36 @@ def place(model: nn.Module, program: Program) -> None:
                 moved.append(_mover(table, key, stage.device))
     for put in moved:
         put()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """All parameters and buffers on one device, where a model that was spread can be run; after an error as before.
+
+    The Parameter objects stay the same.
+    """
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
+    before = [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
+    found = {id(tensor): tensor for _, _, tensor in before if _is_elsewhere(tensor, device)}
+    values = {
+        key: (t.data, t.grad, t.data.to(device), None if t.grad is None else t.grad.to(device))
+        for key, t in found.items()
+    }
+    for number, tensor in found.items():
+        if isinstance(tensor, nn.Parameter):
+            _, _, tensor.data, tensor.grad = values[number]
+    for table, key, tensor in before:
+        if id(tensor) in found and not isinstance(tensor, nn.Parameter):
+            table[key] = values[id(tensor)][2]
+    try:
+        yield
+    except BaseException:
+        for table, key, tensor in before:
+            if id(tensor) in found:
+                table[key] = tensor
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data, tensor.grad, _, _ = values[id(tensor)]
+        raise
 
 
 def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str, str]]:

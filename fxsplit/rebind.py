@@ -69,9 +69,3 @@ def use_current(module: fx.GraphModule, paths: Mapping[str, str], model: nn.Modu
             for table in (holder._modules, holder._parameters, holder._buffers):
                 if name in table and table[name] is not current:
                     table[name] = current
-
-
-def layout(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Module paths with their classes, and parameter names without ties: what a compiled graph relies on."""
-    modules = [f"{path} ({type(module).__qualname__})" for path, module in model.named_modules()]
-    return modules, [name for name, _ in model.named_parameters()]

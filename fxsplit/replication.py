@@ -47,7 +47,16 @@ def on_replicate(module: nn.Module, callback: Callback) -> RemovableHandle:
     own: OrderedDict[int, Callback] = module.__dict__.setdefault(_OWN, OrderedDict())
     handle = RemovableHandle(own)
     own[handle.id] = callback
+    _registered[0] += 1
     return handle
+
+
+_registered = [0]
+
+
+def registered() -> int:
+    """How often `on_replicate` was called: a module may have callbacks that it had not."""
+    return _registered[0]
 
 
 def on_replicate_of(module: nn.Module) -> Sequence[Callback]:

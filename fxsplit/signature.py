@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import keyword
 import re
@@ -13,6 +14,7 @@ import torch
 
 from .compat import TreeSpec, tree_flatten, tree_flatten_with_paths, tree_unflatten
 from .errors import ArgumentError, did_you_mean
+from .seen import changeable, seen
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Signature:
                     Argument(name, _identifier(name, taken), argument, leaf.dtype, leaf.device, leaf.dim())
                 )
             else:
-                constants[i] = leaf
+                constants[i] = snapshot(leaf)
         if not arguments:
             raise ArgumentError(
                 "the example arguments hold no tensor",
@@ -96,7 +98,7 @@ class Signature:
             raise ArgumentError(
                 f"the arguments are not nested like the example's: they differ at {odd!r}",
                 where=f"compiled for {', '.join(self.names)}; called with {', '.join(names)}",
-                remedy="call with the example's structure, or compile again with this one",
+                remedy="call with the example's structure, or pipe.recompile(...) with these arguments, to compile again",
             )
         tensors = []
         slots = iter(self.arguments)
@@ -140,26 +142,36 @@ def _check_constant(name: str, value: Any, constant: Any) -> None:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ArgumentError(
             f"argument {name!r} was {constant!r} when the pipeline was compiled, and is {shown} now",
-            remedy=f"pass {name}={constant!r}, or compile again with the new value in the example",
+            remedy=f"pass {name}={constant!r}, or pipe.recompile(...) with these arguments, to compile again with them",
         )
 
 
+def snapshot(value: Any) -> Any:
+    """`value` as it is now: a copy of what may change inside, where it can be copied."""
+    if isinstance(value, torch.nn.Module) or not changeable(value):
+        return value
+    try:
+        copied = copy.deepcopy(value)
+    except Exception:  # whatever the user's class raises
+        return value
+    return copied if seen(copied, {}).same(seen(value, {})) else value
+
+
 def _same_constant(value: Any, constant: Any) -> bool:
-    if value is constant:
-        return True
     if type(value) is not type(constant) or isinstance(value, torch.Tensor):
         return False
-    try:
-        return bool(value == constant) or bool(value != value and constant != constant)  # NaN is itself
-    except (ValueError, RuntimeError):  # an array: equal if every element is
-        return bool((value == constant).all())
+    if isinstance(value, torch.nn.Module) or not changeable(constant):
+        return (
+            value is constant or bool(value == constant) or bool(value != value and constant != constant)
+        )  # NaN is itself
+    return seen(value, {}).same(seen(constant, {}))
 
 
 def _check_tensor(argument: Argument, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(
             f"argument {argument.name!r} is {type(value).__name__}, not a tensor",
-            remedy="pass a tensor, or compile again with this value in the example",
+            remedy="pass a tensor, or pipe.recompile(...) with these arguments, to compile again",
         )
     if value.is_meta != (argument.device.type == "meta"):
         raise ArgumentError(
@@ -175,7 +187,7 @@ def _check_tensor(argument: Argument, value: Any) -> torch.Tensor:
             raise ArgumentError(
                 f"argument {argument.name!r} has {what} {got}, but the pipeline was compiled for {expected}",
                 where=f"{argument.name}: shape {tuple(value.shape)}, {value.dtype}, on {value.device}",
-                remedy="convert the argument, or compile again with an example like it",
+                remedy="convert the argument, or pipe.recompile(...) with these arguments, to compile again",
             )
     return value
 

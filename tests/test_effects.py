@@ -16,11 +16,11 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan
 from fxsplit.effects import DRAWING
-from fxsplit.errors import EffectError, FxsplitError, GradientError, PlanError
+from fxsplit.errors import BatchError, EffectError, FxsplitError, GradientError, PlanError
 
 from .strategies import EXAMPLES, compiled_with_fewer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*mixes rows of the batch")
+pytestmark = pytest.mark.filterwarnings("ignore:.*than for the whole batch")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 SCHEDULES = [{}, {"schedule": "1f1b"}, {"schedule": "zb_h1"}, {"replicas": 2}]
 
@@ -789,7 +789,13 @@ def test_effects_are_eagers_or_an_error(made, policy, schedule, stages, parts, r
     plan = Plan(stages=stages, micro_batches=parts, checkpoint=policy, schedule=schedule, replicas=replicas)
     x = {"like it": X, "zeros": torch.zeros_like(X), "negative": -X}[example]
     mine, reference = copy.deepcopy(model), copy.deepcopy(model)
-    pipe = compiled_with_fewer(mine, plan, (x,))
+    try:
+        pipe = compiled_with_fewer(mine, plan, (x,))
+    except BatchError:
+        assert parts > 1 and {"told", "gate", "drawing gate"} & {
+            *names
+        }  # which look at the whole batch to decide
+        return
     raised = raised and "dropout" in names
     for layer in (*mine, *reference) if raised else ():
         if isinstance(layer, nn.Dropout):
@@ -858,7 +864,7 @@ def test_a_tensor_in_a_list_is_state_too():
     assert_same(
         {n: p.grad for n, p in model.named_parameters()}, {n: found[n] for n, _ in model.named_parameters()}
     )
-    pipe = fxsplit.compile(model, plan, example_args=(-X.abs(),))
+    pipe = fxsplit.compile(model, plan.replace(micro_batches=1), example_args=(-X.abs(),))
     with pytest.raises(EffectError, match="that 0 can get hold of"):
         pipe(X.abs())
 

@@ -21,7 +21,7 @@ from . import shape_rules  # noqa: F401  registers its rules
 from .dependence import SAME, Dependence, Mean, Mixed, Position, Rows, Same, Targets, Unknown
 from .pair import Pair
 from .record import Record, Ref, Step
-from .rules import BATCH_NORMS, results_of
+from .rules import results_of
 
 _READS = ("_local_scalar_dense", "equal", "is_nonzero", "allclose")
 
@@ -63,7 +63,8 @@ class Derivation:
         self._opaque, self._refuted = opaque, refuted
         self.assumed: dict[str, tuple[int, str]] = {}
         self._smooth: Dependence | None = None
-        self.by_micro_batch, self.writes = "", False
+        self.writes = whole.writes or part.writes
+        self.by_micro_batch = _by_micro_batch(traced, whole, part, opaque)
         self._lasting = {ref.storage for ref in whole.tensors.values()}
         self._tensors = {(ref.storage, ref.place): f"self.{name}" for name, ref in whole.tensors.items()}
         self._run(list(traced.module.graph.nodes), dims)
@@ -129,11 +130,8 @@ class Derivation:
         found = [Unknown(self._doubt)] * len(step.outputs) if self._doubt else self._results(pair, node)
         for ref, derived in zip(step.outputs, found, strict=True):
             state: Dependence = derived
-            lasts = ref.storage in self._lasting and step.func._schema.is_mutable
-            self.writes = self.writes or lasts
-            if lasts and state != SAME:
-                # A parameter or buffer: the state of the model, which one micro-batch hands on to the next.
-                self.by_micro_batch, state = "depends on state that forward writes", SAME
+            if step.func._schema.is_mutable and ref.storage in self._lasting:
+                state = SAME  # the state of the model, which one micro-batch hands on to the next
             if isinstance(state, Mixed) and not state.node:
                 state = Mixed(state.why, node.name)
             self._assign(ref, state, node.name)
@@ -143,14 +141,6 @@ class Derivation:
             found = results_of(pair)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a form that no rule knows
             return [Unknown(f"nothing is known of this form of {pair.name}")] * len(pair.outputs)
-        if (
-            pair.name in BATCH_NORMS
-            and pair.argument("training", True)
-            and not isinstance(pair.operands[0].state, Same)
-        ):
-            state = pair.operands[0].state
-            if not isinstance(state, Rows) or state.dim == 0:
-                self.by_micro_batch = "is normalised by the statistics of the batch"
         smoothed = self._smoothed(pair, node, found[0])
         if smoothed is not None:
             return [smoothed]
@@ -213,6 +203,14 @@ class Derivation:
 def _is_guarded(node: fx.Node) -> bool:
     """Whether a number is read for a decision only that is baked in: another outcome is an error, not a number."""
     return bool(node.users) and all(user.target is guard or _is_guarded(user) for user in node.users)
+
+
+def _by_micro_batch(traced: Traced, whole: Record, part: Record, opaque: Container[str]) -> str:
+    """Why a micro-batch may have other values than its rows in the whole batch, although no rows are mixed."""
+    if whole.normalises or part.normalises:
+        return "is normalised by the statistics of the batch"
+    may = any(fact.buffers or fact.stateful for name, fact in traced.facts.items() if name in opaque)
+    return "depends on state that forward writes" if may or whole.writes or part.writes else ""
 
 
 def _elements(ref: Ref) -> tuple[Any, ...]:

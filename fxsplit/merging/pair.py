@@ -11,7 +11,7 @@ import torch
 
 from ..compat import OpOverload, tree_leaves
 from .dependence import Denominator, Dependence, Elements, Kept, Mean, Same, Sum, Targets, Total, Unknown
-from .record import Ref, Step
+from .record import Ref, Step, argument_of
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,7 @@ class Pair:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument of this name, as given or by the schema's default."""
-        for place, known in enumerate(self.func._schema.arguments):
-            if known.name == name:
-                if place < len(self.whole.args):
-                    return self.whole.args[place]
-                return self.whole.kwargs.get(name, known.default_value)
-        return default
+        return argument_of(self.whole, name, default)
 
     def operand(self, argument: Any) -> Operand | None:
         """An argument that is a tensor."""

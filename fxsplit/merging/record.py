@@ -40,6 +40,14 @@ class Step:
     node: str
 
 
+def argument_of(step: Step, name: str, default: Any = None) -> Any:
+    """The argument of this name, as given or by the schema's default."""
+    for place, known in enumerate(step.func._schema.arguments):
+        if known.name == name:
+            return step.args[place] if place < len(step.args) else step.kwargs.get(name, known.default_value)
+    return default
+
+
 @dataclass
 class Record:
     """One run of a graph.
@@ -48,11 +56,15 @@ class Record:
         steps: in order.
         nodes: of each traced node its value, with tensors as `Ref`, and how many steps were done then.
         tensors: of the graph's modules, by name.
+        writes: whether it wrote to what was there before: parameters, buffers, tensors that a module holds in a list.
+        normalises: whether a layer took the statistics of the batch that it was given.
     """
 
     steps: list[Step] = field(default_factory=list)
     nodes: dict[str, tuple[Any, int]] = field(default_factory=dict)
     tensors: dict[str, Ref] = field(default_factory=dict)
+    writes: bool = False
+    normalises: bool = False
 
 
 class Recorder(fx.Interpreter):
@@ -67,6 +79,7 @@ class Recorder(fx.Interpreter):
         self._kept: list[torch.Tensor] = []
         self._by_object: dict[int, Ref] = {}
         self._by_place: dict[tuple[Any, ...], int] = {}
+        self._made: set[int] = set()
         self._current = ""
 
     def observe(self, inputs: Sequence[torch.Tensor]) -> Record:
@@ -82,6 +95,8 @@ class Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._current = n.name
         value = super().run_node(n)
+        if n.op == "placeholder":
+            self._made.add(self._ref(value).storage)
         self.record.nodes[n.name] = self._refs(value), len(self.record.steps)
         return value
 
@@ -91,23 +106,32 @@ class Recorder(fx.Interpreter):
         outputs = tuple(self._ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         if "lift_fresh" in func._schema.name and args[0].numel() == 1 and not args[0].is_meta:
             given[1]["number"] = args[0].item()  # a tensor made of a number of Python's
-        self.record.steps.append(Step(func, *given, outputs, self._current))
+        if func._schema.is_mutable and any(o.storage not in self._made for o in outputs):
+            self.record.writes = True
+        self._made |= {o.storage for o in outputs}
+        step = Step(func, *given, outputs, self._current)
+        if "batch_norm" in func._schema.name and argument_of(step, "training", True):
+            by_rows = given[0][0].shape[:1] != (
+                1,
+            )  # instance normalisation has one row, and channels for all
+            self.record.normalises = self.record.normalises or by_rows
+        self.record.steps.append(step)
 
     def _refs(self, value: Any) -> Any:
         return tree_map(lambda v: self._ref(v) if isinstance(v, torch.Tensor) else v, value)
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
-        known = self._by_object.get(id(tensor))
-        if known is not None and known.shape == tuple(tensor.shape):
+        known, shape = self._by_object.get(id(tensor)), () if tensor.is_nested else tuple(tensor.shape)
+        if known is not None and known.shape == shape:
             return known
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         storage = storage_key(tensor) if strided else id(tensor)
         stride = (tensor.storage_offset(), *tensor.stride()) if strided else ()
-        place = (*stride, tuple(tensor.shape), tensor.dtype)
+        place = (*stride, shape, tensor.dtype)
         # Autograd may hand on a view as another object: the same place in the same memory is the same value.
         value = self._by_place.setdefault((storage, place), len(self._by_place))
         self._kept.append(tensor)
-        found = Ref(value, storage, place, tuple(tensor.shape), tensor.dtype)
+        found = Ref(value, storage, place, shape, tensor.dtype)
         self._by_object[id(tensor)] = found
         return found
 

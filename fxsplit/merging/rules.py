@@ -382,7 +382,7 @@ _ATTENTION = (
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
 )
-BATCH_NORMS = (
+_BATCH_NORMS = (
     *(
         "native_batch_norm",
         "_native_batch_norm_legit",
@@ -397,11 +397,11 @@ BATCH_NORMS = (
     ),
 )
 _WITH_STATISTICS = frozenset(
-    (*BATCH_NORMS, *_ATTENTION, "native_layer_norm", "native_group_norm", "_fused_rms_norm"),
+    (*_BATCH_NORMS, *_ATTENTION, "native_layer_norm", "native_group_norm", "_fused_rms_norm"),
 )
 
 
-@rule(*BATCH_NORMS)
+@rule(*_BATCH_NORMS)
 def _batch_normalised(pair: Pair) -> Dependence:
     """Input (rows, channels, …), by micro-batch, as the plan says; or (1, rows · channels, …) of instance normalisation."""
     state, others = pair.operands[0].state, [o.state for o in varying(pair)[1:]]

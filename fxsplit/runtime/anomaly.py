@@ -1,4 +1,4 @@
-"""Find the node that makes the first number that is none."""
+"""Stages node by node: which one makes the first number that is none, or is not what forward asked for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..assumptions import ASKED
 from ..compat import tree_leaves
-from ..errors import AnomalyError
+from ..errors import AnomalyError, AssumptionError
 from ..ops import checkpoint
 from ..rng import Stream
+from ..seen import MISSING
 
 
-def run_watched(module: fx.GraphModule, inputs: Iterable[Any], kind: str) -> Any:
+def run_watched(
+    module: fx.GraphModule, inputs: Iterable[Any], kind: str | None, *, asked: bool = False
+) -> Any:
     """``module(*inputs)``, node by node.
 
     Args:
-        kind: ``"nan"``, or ``"inf"`` for infinities too; those below zero are masks, and not looked for.
+        kind: ``"nan"``, or ``"inf"`` for infinities too; those below zero are masks, and not looked for. None to look
+            for no numbers.
+        asked: compare what forward asked of values when it was captured, such as their dtype.
 
     Raises:
         AnomalyError: names the first node whose result has such a number.
+        AssumptionError: names the first node whose result is not what it was.
     """
-    watched = _Watched(module, kind)
+    watched = _Watched(module, kind, asked)
     try:
         return watched.run(*inputs)
     except BaseException:
@@ -44,9 +51,9 @@ def is_bad(value: Any, kind: str) -> bool:
 
 
 class _Watched(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, kind: str) -> None:
+    def __init__(self, module: fx.GraphModule, kind: str | None, asked: bool) -> None:
         super().__init__(module)
-        self.kind, self.entered = kind, list[Any]()
+        self.kind, self.asked, self.entered = kind, asked, list[Any]()
         self.extra_traceback = False
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -56,6 +63,11 @@ class _Watched(fx.Interpreter):
         elif target == "__exit__":
             self.entered.remove(args[0])
         return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is checkpoint and self.asked:
+            args = (_Region(args[0]), *args[1:])
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
@@ -70,7 +82,9 @@ class _Watched(fx.Interpreter):
             if place := _place(n):
                 error.add_note(f"fxsplit: in {n.name}, {place}")
             raise
-        if is_bad(result, self.kind):
+        if self.asked and "asked" in n.meta:
+            _compare(n, result)
+        if self.kind is not None and is_bad(result, self.kind):
             if n.target is checkpoint:
                 region, *values = self.fetch_args_kwargs_from_env(n)[0]
                 with torch.no_grad(), before or torch.no_grad():
@@ -81,6 +95,30 @@ class _Watched(fx.Interpreter):
                 remedy="look at what this operation is given; without detect_anomaly= it would have gone on",
             )
         return result
+
+
+class _Region:
+    """A region that is recomputed, run node by node; otherwise the region itself."""
+
+    def __init__(self, region: fx.GraphModule) -> None:
+        self._region = region
+
+    def __call__(self, *values: Any) -> Any:
+        return run_watched(self._region, values, None, asked=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+
+def _compare(node: fx.Node, result: Any) -> None:
+    for what, was in node.meta["asked"].items():
+        now = ASKED[what](result) if isinstance(result, torch.Tensor) else MISSING
+        if not was.same(now):
+            raise AssumptionError(
+                f"forward asked for the {what} of {node.name}, which was {was}, and is {now}",
+                where=_place(node),
+                remedy="pipe.recompile() here, in this state: inside of the same torch.autocast and torch.no_grad",
+            )
 
 
 def _place(node: fx.Node) -> str | None:

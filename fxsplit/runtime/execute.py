@@ -85,6 +85,8 @@ class Circumstances:
         shared: what modules of several stages can see.
         watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
+        rows: of a micro-batch's inputs, for messages; None where there is no batch.
+        asked: whether to compare what forward asked of values when it was captured.
     """
 
     grad: bool
@@ -99,6 +101,8 @@ class Circumstances:
     shared: Sequence[Shared] = ()
     watched: frozenset[int] = frozenset()
     anomaly: str | None = None
+    rows: Callable[[Sequence[torch.Tensor]], int | None] = lambda inputs: None
+    asked: bool = False
 
 
 class Call:
@@ -305,10 +309,12 @@ class Call:
                 if stage.index not in self.how.rounds
                 else contextlib.nullcontext(),
             ):
-                if self.how.anomaly is None:
+                if self.how.anomaly is None and not self.how.asked:
                     result = replica.module(*inputs.values())
                 else:
-                    result = run_watched(replica.module, inputs.values(), self.how.anomaly)
+                    result = run_watched(
+                        replica.module, inputs.values(), self.how.anomaly, asked=self.how.asked
+                    )
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
             if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}
@@ -524,6 +530,11 @@ class Call:
             if self.seed is not None:
                 self.seed.settle()
 
+    def _rows(self, action: Action) -> str:
+        """How many rows it has, where micro-batches are cut."""
+        rows = self.how.rows(self.chunks[action.micro_batch])
+        return f" ({rows} row{'s' * (rows != 1)})" if rows else ""
+
     @contextlib.contextmanager
     def _errors_say_where(self, action: Action) -> Iterator[None]:
         try:
@@ -537,7 +548,8 @@ class Call:
             replica = f"replica {action.micro_batch % count} of {count}, " if count > 1 else ""
             error.add_note(
                 f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {self._device(action)}), "
-                f"{replica}micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
+                f"{replica}micro-batch {action.micro_batch} of {len(self.chunks)}{self._rows(action)}, "
+                f"action {action}{users_line(error)}"
             )
             raise
 

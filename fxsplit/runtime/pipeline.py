@@ -18,20 +18,23 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..batch import BatchDims
-from ..compat import has_tangent, in_forward_mode, tree_unflatten
+from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
 from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
+from ..place import gathered
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
+from ..proof.plan import in_micro_batches, verify_sizes
 from ..proof.structure import RULES, verify_structure
 from ..rebind import rebound
 from ..replicate.criterion import Criterion
 from ..replicate.losses import LossInParts, in_parts
 from ..replicate.reductions import LossFn
 from ..replicate.replicas import Replica, Replicas, plain_replicas
+from ..replicate.said import what_counts
 from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
@@ -76,11 +79,14 @@ class Pipeline(nn.Module):
     other_mode: Pipeline | None
     _lock: threading.RLock
     _serial: bool
+    _said: Any
     _crew: Crew
     _watch: Watch
     _read_on: list[set[torch.device]]
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
+    _compiler: Callable[..., Pipeline] | None
+    _kind: torch.dtype | None
 
     def __init__(
         self,
@@ -103,12 +109,12 @@ class Pipeline(nn.Module):
             model._modules,
         )
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["training"] = model.training
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False, _reducers=Reducers())
+        own.update(_lock=lock, _serial=False, _said=None, _reducers=Reducers(), _compiler=None)
+        own["_kind"] = _floating_type(model)
         own.update(
             _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
             _watch=Watch(model, traced, program),
@@ -156,6 +162,7 @@ class Pipeline(nn.Module):
         """The flat inputs, those of each micro-batch, and its rows."""
         check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self._placed(self.traced.signature.flatten(args, kwargs))
+        self._watch.asked.check(inputs)
         chunks, rows = self.micro_batches(inputs)
         self._refuse_tangents(inputs)
         if self.model.training not in self.traced.modes:
@@ -201,7 +208,8 @@ class Pipeline(nn.Module):
             self._watch.use_current_modules()
             parameters = self._trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
-            call = self._call(chunks, parameters, grad=grad, replicas=replicas)
+            new = self._watch.circumstances(inputs)
+            call = self._call(chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
             with self._crew.anew_after_failure(call):
                 if grad:
@@ -210,6 +218,8 @@ class Pipeline(nn.Module):
                     )
                 else:
                     tensors, _ = runner.forward()
+            if new is not None:
+                self._watch.asked.passed(new)
         return runner.results(tensors, [inputs] if gather else chunks), runner.devices()
 
     def _call(
@@ -219,6 +229,7 @@ class Pipeline(nn.Module):
         *,
         grad: bool,
         replicas: Mapping[int, Sequence[Replica]] | None = None,
+        asked: bool = False,
     ) -> Call:
         count, crew = len(chunks), self._crew
         rounds = crew.rounds(count)
@@ -241,6 +252,8 @@ class Pipeline(nn.Module):
             shared=shared,
             watched=watched,
             anomaly=self.plan.detect_anomaly,
+            asked=asked,
+            rows=self.dims.batch_size,
         )
         return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
 
@@ -310,7 +323,7 @@ class Pipeline(nn.Module):
                     if isinstance(loss_fn, Criterion):
                         reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
-                    return self.active._step_inside(inputs, chunks, rows, loss_of)
+                    return self.active._step_inside(inputs, chunks, rows, loss_of, target)
             with self._lock:
                 self.active._watch.use_current_modules()
             with buffers_as_before(written_buffers(self.active.program, self.model)):
@@ -324,11 +337,13 @@ class Pipeline(nn.Module):
         chunks: list[list[torch.Tensor]],
         rows: list[int],
         loss_of: LossInParts,
+        target: Any,
     ) -> tuple[torch.Tensor, Any]:
         with self._lock:
             self._watch.use_current_modules()
             parameters = self._trainable()
-            call = self._call(chunks, parameters, grad=True)
+            new = self._watch.circumstances(inputs)
+            call = self._call(chunks, parameters, grad=True, asked=new is not None)
             runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
@@ -336,8 +351,29 @@ class Pipeline(nn.Module):
                 buffers_as_before(written_buffers(self.program, self.model)),
                 self._crew.anew_after_failure(call),
             ):
-                outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
+                check = self._said_of(loss, target)
+                outputs = step_inside(runner, loss, [*inputs, *parameters.values()], check)
+            if new is not None:
+                self._watch.asked.passed(new)
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
+
+    def _said_of(self, loss: LossInside, target: Any) -> Callable[[], None]:
+        """What compares a loss whose reduction the user says, where it has not been compared for such targets yet."""
+        parts = loss.loss
+        key = (
+            getattr(parts.loss_fn, "__code__", parts.loss_fn),
+            parts.reduction.how,
+            what_counts(parts.targets, parts.rows),
+        )
+        if parts.reduction.over != "said" or key == self._said:
+            return lambda: None
+        loss.keeps = True
+
+        def check() -> None:
+            loss.check_said(self.merges, target)
+            self.__dict__["_said"] = key
+
+        return check
 
     def criterion(self, loss_fn: LossFn, reduction: str | None = None) -> Criterion:
         """A loss of ``pipe(x)`` that is that of the whole batch, computed where the parts of the output are.
@@ -462,17 +498,47 @@ class Pipeline(nn.Module):
                     pipe._watch.use_current_modules()
                     verify_structure(self.model, pipe.traced, pipe.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
-            homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
-            if len(homes) == 1:
-                now = self.active
-                with torch.enable_grad():
-                    verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
+            now, example = self.active, self._example_now()
+            beside = now._beside_example()
+            with torch.set_grad_enabled(now.traced.assumptions.grad):
+                verify_numerics(beside.model, beside.traced, now.run_whole, example, of=self.model)
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
                 )
-            else:
-                lines.append(f"numbers: not compared, because the parameters are on {len(homes)} devices")
+                if now.dims.batch_size(example) and self.plan.micro_batches > 1:
+                    verify_sizes(
+                        beside.model, beside.traced, now.dims, now.micro_batches(example)[1], example
+                    )
+                    if now.verify_micro_batches(example):
+                        lines.append(
+                            "micro-batches: the same, for the model on one micro-batch after the other"
+                        )
         return "\n".join(lines)
+
+    def verify_micro_batches(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Compare with the model on the same micro-batches, one after the other.
+
+        Returns:
+            False if they are not comparable: random numbers, or statistics of the whole batch.
+
+        Raises:
+            VerifyError: names the first value that differs.
+        """
+        _, rows = self.micro_batches(inputs)
+        plan = self.plan
+        random = any(stage.random for stage in self.stages) and self.model.training
+        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.rounds(len(rows)):
+            return False
+        beside = self._beside_example()
+        replicas = plain_replicas(self.program)
+
+        def split(values: Sequence[torch.Tensor]) -> list[Any]:
+            flat, _ = self._run(values, self.dims.split(values, rows), rows, gather=True, replicas=replicas)
+            return flat[0]
+
+        whole = in_micro_batches(beside.model, beside.traced, self.dims, self.merges, rows)
+        verify_numerics(beside.model, beside.traced, split, inputs, whole, of=self.model)
+        return True
 
     def report(self) -> str:
         """The stage table: what each stage has and costs, how far from the best the cut can be, and the predicted bubble."""
@@ -514,12 +580,59 @@ class Pipeline(nn.Module):
         return self._over(copy.deepcopy(self.model, memo))
 
     def _example_now(self) -> list[torch.Tensor]:
-        """The example in the floating point type that the model has now."""
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
-        if len(kinds) != 1:
+        """The example, converted as the model was since: a floating point type that it had to the one that it has."""
+        before, now = self._kind, _floating_type(self.model)
+        if before is None or now is None or before == now:
             return self.example
-        kind = kinds.pop()
-        return [x.to(kind) if x.is_floating_point() else x for x in self.example]
+        return [x.to(now) if x.dtype == before else x for x in self.example]
+
+    def compiled_by(self, compiler: Callable[..., Pipeline]) -> None:
+        """What makes this pipeline anew, from model, plan and example."""
+        self.__dict__["_compiler"] = compiler
+
+    def recompile(self, *args: Any, **kwargs: Any) -> Self:
+        """Capture the model anew, as it is now, under the same plan; this pipeline is then the new one.
+
+        For a model that has changed since it was compiled: a flag, a number, a module, a hook. The model may be spread
+        over devices; its parameters come back to where the plan says. Where the plan names no device and the model has
+        been moved to another one, it stays there.
+
+        Args:
+            args, kwargs: another example; else that of `fxsplit.compile`.
+
+        Raises:
+            ArgumentError: the pipeline was made from a state_dict: there is no forward to capture.
+            FxsplitError: as `fxsplit.compile`; the pipeline and the model are as before.
+        """
+        if isinstance(self.model, Skeleton) or self._compiler is None:
+            raise ArgumentError(
+                "the pipeline was loaded without its model, and there is no forward to capture",
+                remedy="fxsplit.load(folder, model), then pipe.recompile(); or fxsplit.compile(model, plan, ...)",
+            )
+        with self._lock:
+            check_not_inside(self._lock, self.plan.schedule_name)
+            example = self._example_now()
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            homes = {t.device for t in tensors}
+            stays = len(homes) == 1 and self.plan.devices is None and self.plan.device_map is None
+            if stays:
+                home = next(iter(homes))
+                example = [x.detach().to(home).requires_grad_(x.requires_grad) for x in example]
+            if not (args or kwargs):
+                args, kwargs = self.traced.signature.unflatten(example)
+            with contextlib.nullcontext() if stays else gathered(self.model, _device_of((args, kwargs))):
+                made = self._compiler(self.model, self.plan, example_args=args, example_kwargs=kwargs)
+            self._become(made)
+        return self
+
+    def _become(self, made: Pipeline) -> None:
+        """Take over all that a compile makes. Lock and hooks stay."""
+        for one in (self, made.other_mode):
+            if one is not None:
+                one.__dict__.update(_lock=self._lock, _action_hooks=self._action_hooks)
+        for name in ("plan", "traced", "assignment", "program", "dims", "merges", "example", "other_mode"):
+            self.__dict__[name] = made.__dict__[name]
+        self.__dict__.update(_crew=made._crew, _watch=made._watch, _kind=made._kind)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -543,8 +656,19 @@ class Pipeline(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""
         self.model.train(mode)
-        self.__dict__["training"] = mode
         return self
+
+    @property
+    def training(self) -> bool:
+        """The model's own."""
+        model = self.__dict__.get("model")
+        return True if model is None else bool(model.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self.__dict__.get("model")
+        if model is not None:
+            model.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
@@ -574,6 +698,9 @@ class Pipeline(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """An independent pipeline over a deep copy of the model."""
         found = self._over(copy.deepcopy(self.model, memo))
+        for one in (found, found.other_mode):
+            if one is not None:
+                one._watch.use_current_modules()
         found.active.make_replicas().tell()
         return found
 
@@ -590,15 +717,27 @@ class Pipeline(nn.Module):
             traced = replace(traced, other_mode=other.traced)
         if isinstance(model, Skeleton):
             model.runs(traced)
-        return Pipeline(
+        found = Pipeline(
             model, self.plan, traced, self.assignment, program, self.dims, self.merges, self.example, other
         )
+        found.__dict__["_compiler"] = self._compiler
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializeError(
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
+
+
+def _floating_type(model: nn.Module) -> torch.dtype | None:
+    """That of the parameters, where they have one."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _device_of(example: Any) -> torch.device:
+    return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
 
 def verify(pipe: Pipeline) -> str:

@@ -19,18 +19,23 @@ from .loss import check_differentiable
 _MERGED = threading.local()  # the pipeline, by its lock, whose merged output this thread asks for
 
 
-def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]) -> list[Any]:
+def step_inside(
+    runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor], check: Callable[[], None]
+) -> list[Any]:
     """Play the whole schedule and add gradients to ``.grad``.
 
     Args:
-        leaves: the inputs and parameters that the runner gives gradients of, in its order.
+        leaves: the inputs and parameters that the runner gives gradients of, in its order; one may be there twice.
+        check: called before anything is added.
 
     Returns:
         The flat outputs of the whole batch; `loss` has the losses.
     """
     gradients = runner.step(loss)
-    found = {id(t): (t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None}
-    for tensor, gradient in loss.sums():
+    check()
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    given = ((t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None)
+    for tensor, gradient in (*given, *loss.sums()):
         known = found.get(id(tensor))
         found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
     # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be

@@ -228,6 +228,7 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         "regions": [region_runs(stage) for stage in pipe.program.stages],
         "batch_dims": list(pipe.dims.dims),
         "merges": [asdict(m) for m in pipe.merges],
+        "assumptions": traced.assumptions.to_json(),
     }
 
 
@@ -245,6 +246,8 @@ def _node(node: fx.Node, traced: Traced) -> dict[str, Any]:
     meta = {
         key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None
     }
+    if "asked" in node.meta:
+        meta["asked"] = {what: was.to_json() for what, was in node.meta["asked"].items()}
     source = node.meta.get("source")
     if source is not None:
         meta["source"] = [os.path.basename(source.path), source.line]

@@ -132,7 +132,7 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
         return leaves
 
     try:
-        with transforms_left():
+        with transforms_left(), torch.set_grad_enabled(request.grad):
             graph = tracer.trace(call, request.leaves(), [a.placeholder for a in request.signature.arguments])
     except Exception as error:
         refuse_bad_example(request)
@@ -143,7 +143,7 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
             remedy="move what depends on the values of tensors or keeps state in Python into a submodule (it is then "
             "kept whole), or replace it by tensor operations such as torch.where",
         ) from error
-    return Capture(graph, specs[0], tracer.constants, tuple(tracer.called), tracer.flags)
+    return Capture(graph, specs[0], tracer.constants, tuple(tracer.called), tracer.flags, tracer.taken())
 
 
 def _line(error: BaseException, model: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..compat import TreeSpec
 from ..errors import ArgumentError
+from ..seen import Seen
 from ..signature import Signature
 from ..state import preserved
 from .source import error_line
@@ -22,12 +23,14 @@ class Request:
 
     Attributes:
         kept: module path → why the module has to stay whole; a front end adds what it finds.
+        grad: whether the caller wants gradients.
     """
 
     model: nn.Module
     signature: Signature
     inputs: Sequence[torch.Tensor]
     kept: dict[str, str] = field(default_factory=dict)
+    grad: bool = True
 
     def leaves(self) -> list[torch.Tensor]:
         """The inputs as leaves of their own."""
@@ -49,6 +52,7 @@ class Capture:
         constants: what the graph reads that is no attribute of the model, by target.
         called: paths of the modules whose forward was run, also of those that did nothing.
         flags: path of a module → the modules whose ``training`` its forward has read.
+        taken: what forward has read and asked; of nodes it is in their ``meta["asked"]``.
     """
 
     graph: fx.Graph
@@ -56,6 +60,29 @@ class Capture:
     constants: Mapping[str, Any]
     called: tuple[str, ...] = ()
     flags: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    taken: Taken = field(default_factory=lambda: Taken())
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a forward has taken for granted.
+
+    Attributes:
+        reads: path of a module, or of an object that is an attribute of one → the attributes that were read.
+        objects: paths of these objects, in the order in which they were met.
+        asked: path of a tensor of the model, or ``""`` for the caller; what was asked; the answer.
+    """
+
+    reads: Mapping[str, Mapping[str, None]] = field(default_factory=dict)
+    objects: Mapping[str, None] = field(default_factory=dict)
+    asked: tuple[tuple[str, str, Seen], ...] = ()
+
+    def __or__(self, other: Taken) -> Taken:
+        paths = dict.fromkeys((*self.reads, *other.reads))
+        reads = {path: {**self.reads.get(path, {}), **other.reads.get(path, {})} for path in paths}
+        first = {(where, what) for where, what, _ in self.asked}
+        more = tuple(row for row in other.asked if row[:2] not in first)
+        return Taken(reads, {**self.objects, **other.objects}, (*self.asked, *more))
 
 
 FrontEnd = Callable[[Request], Capture]

@@ -164,6 +164,8 @@ class _Adopter:
     def _sizes(self, leaves: Sequence[Any], ranges: Mapping[Any, Any]) -> None:
         """What export has decided of the sizes of the inputs: constants, ranges, and sizes that are equal."""
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        if len(placeholders) != len(leaves):
+            raise TraceError("torch.export leaves out some of the arguments")
         first: dict[Any, fx.Node] = {}
         every = []
         for node, leaf in zip(placeholders, leaves, strict=True):

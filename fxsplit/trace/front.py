@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..assumptions import ASKS_FOR_GRAD
 from ..batch import BatchDims
 from ..compat import transforms_left
-from ..errors import FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
-from ..graph import resolve, run_under
+from ..errors import ArgumentError, FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
+from ..graph import resolve, run_under, structure
 from ..ir import NodeFacts, Traced
 from ..names import local_names
 from ..signature import Signature
 from ..state import preserved
 from .accept import BakedInError, accept, holds_for_other_rows
+from .assume import assumed
 from .by_value import GivenTracer, as_compiled, as_eager
 from .capture import Capture, FrontEnd, Request
 from .exported import exported, exported_strictly
@@ -33,6 +35,8 @@ from .refusal import BY_VALUE
 # runs the user's model: one compilation at a time.
 TRACING = threading.RLock()
 
+ASKED_WHOLE = "leaf_modules asks for it"  # why a module is kept whole
+
 
 def trace(
     model: nn.Module,
@@ -43,6 +47,7 @@ def trace(
     tracer: Any = None,
     batch_dims: Mapping[str, int | None] | None = None,
     check: bool = True,
+    grad: bool = True,
 ) -> Traced:
     """Capture `model` as a graph over its own modules, by the first front end whose graph computes the same.
 
@@ -56,6 +61,7 @@ def trace(
         batch_dims: as in the plan.
         check: compare outputs, gradients, buffers and random state with the model's before a graph is accepted, on
             the example and on another batch size.
+        grad: whether the caller wants gradients; where forward asks for it.
 
     Raises:
         ModelError: `model` is not an `nn.Module`, or computes nothing.
@@ -76,16 +82,19 @@ def trace(
     refused: dict[str, FxsplitError] = {}
     narrow: Traced | None = None
     with TRACING, preserved(model, parameters=True), torch.enable_grad(), transforms_left():
-        for name, front_end, request, captures in _attempts(
-            Request(model, signature, inputs, asked), tracer, refused
-        ):
+        first = Request(model, signature, inputs, asked)
+        if not grad and _asks_for_grad(first):
+            first = replace(first, grad=False)
+        for name, front_end, request, captures in _attempts(first, tracer, refused):
             while captures:
                 try:
                     traced = _traced(request, name, captures)
                     if check:
-                        accept(model, traced, inputs, dims)
-                        traced = _for_one_row_too(request, name, captures, traced, dims)
-                    return replace(traced, refused={n: e.what for n, e in refused.items()})
+                        with torch.set_grad_enabled(request.grad):
+                            accept(model, traced, inputs, dims)
+                            traced = _for_one_row_too(request, name, captures, traced, dims)
+                    traced = replace(traced, refused={n: e.what for n, e in refused.items()})
+                    return _for_any_grad_mode(traced, request)
                 except BakedInError as error:
                     refused[name] = error
                     if narrow is None and holds_for_other_rows(model, traced, inputs, dims):
@@ -93,14 +102,14 @@ def trace(
                     captures = _kept_whole(front_end, request, error)
                 except (VerifyError, TraceError) as error:
                     refused[name], captures = error, []
-    first = next(iter(refused.values()))
+    reason = next(iter(refused.values()))
     if narrow is None:
-        others = {f"{name}: {error.what}" for name, error in refused.items() if error is not first}
+        others = {f"{name}: {error.what}" for name, error in refused.items() if error is not reason}
         for text in sorted(others):
-            first.add_note(f"not captured by another front end either: {text}")
-        raise first
+            reason.add_note(f"not captured by another front end either: {text}")
+        raise reason
     warnings.warn(
-        f"{type(model).__name__} was captured for batches of {dims.batch_size(inputs)} rows only: {first.what}. To run "
+        f"{type(model).__name__} was captured for batches of {dims.batch_size(inputs)} rows only: {reason.what}. To run "
         "other batch sizes, move what reads the batch size as a plain number into a submodule (it is then kept whole)",
         stacklevel=3,
     )
@@ -141,6 +150,37 @@ def _attempts(request: Request, tracer: Any, refused: dict[str, FxsplitError]) -
         yield from sorted([*eager, *(() if clean else compiled)], key=lambda a: _parameters_kept(a[2]))
     yield from attempt("torch.export", exported)
     yield from attempt("torch.export (strict)", exported_strictly)
+
+
+def _asks_for_grad(request: Request) -> bool:
+    """Whether forward decides by the gradient mode of its caller. Otherwise it is captured as in training."""
+    try:
+        capture = as_eager(replace(request, kept=dict(request.kept), grad=False))
+    except (TraceError, ArgumentError):
+        return False
+    asked = [what for _, what, _ in capture.taken.asked]
+    asked += [what for node in capture.graph.nodes for what in node.meta.get("asked", ())]
+    return ASKS_FOR_GRAD in asked or "requires_grad" in asked
+
+
+def _for_any_grad_mode(traced: Traced, request: Request) -> Traced:
+    """Without the assumption about the gradient mode, where forward asks for it only to enter it again."""
+    if not any(row.what == ASKS_FOR_GRAD for row in traced.assumptions.of_kind("caller")):
+        return traced
+    try:
+        rows = [
+            structure(as_eager(replace(request, kept=dict(request.kept), grad=grad)).graph)
+            for grad in (True, False)
+        ]
+    except (TraceError, ArgumentError):
+        return traced
+    alike = [[row[:2] if row[1] is torch.set_grad_enabled else row for row in found] for found in rows]
+    if alike[0] != alike[1]:
+        return traced
+    other = traced.other_mode
+    if other is not None:
+        other = replace(other, assumptions=other.assumptions.without(ASKS_FOR_GRAD))
+    return replace(traced, assumptions=traced.assumptions.without(ASKS_FOR_GRAD), other_mode=other)
 
 
 def _never(request: Request) -> bool:
@@ -203,6 +243,7 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
                 front_end=name,
                 kept_whole={path: why for path, why in request.kept.items() if path in objects},
                 modes=modes,
+                assumptions=assumed(request, capture, graph),
             )
         )
     return replace(found[0], other_mode=found[1] if len(found) == 2 else None)
@@ -245,7 +286,7 @@ def _asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]
                 remedy=did_you_mean(leaf, modules),
             )
         found = [leaf] if isinstance(leaf, str) else [p for p, m in modules.items() if isinstance(m, leaf)]
-        paths.update((first_name[id(modules[path])], "leaf_modules asks for it") for path in found)
+        paths.update((first_name[id(modules[path])], ASKED_WHOLE) for path in found)
     if "" in paths:
         raise TraceError(
             "leaf_modules asks to keep the whole model in one node", remedy="name modules inside of it"
@@ -273,6 +314,11 @@ def _refuse_root(model: nn.Module) -> None:
         )
     elif "forward" not in vars(model) and type(model).forward is nn.Module.forward:
         what, instead = "has no forward", "compile a module that can be called"
+    elif type(model).__call__ is not nn.Module.__call__:
+        what, instead = (
+            "has a __call__ of its own, which a pipeline does not run: it has the model's forward",
+            "move what __call__ does into forward, or into a module around it",
+        )
     elif any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         what, instead = "has lazy parameters that are not initialised yet", "run it once, then compile"
     if what is not None:

@@ -66,8 +66,10 @@ def in_both_modes(
         if len(found) < len(settings):
             return [(found[0], (own[0],))]
         first, other, same = found[0], found[1], found[-1] if len(found) == 3 else found[0]
+        both = replace(first, taken=first.taken | other.taken | same.taken)
         if structure(first.graph) == structure(other.graph) == structure(same.graph):
-            return [(first, (True, False))]
+            _ask_alike(*(list(graph.nodes) for graph in (first.graph, other.graph, same.graph)))
+            return [(both, (True, False))]
         with preserved(model):  # the same mode again: what differs now is not the mode's doing
             again = front_end(request)
         if structure(again.graph) != structure(first.graph):
@@ -82,6 +84,7 @@ def in_both_modes(
             continue
         train, evaluated = (same, other) if own[0] else (other, same)
         try:
+            asking = [list(graph.nodes) for graph in (first.graph, other.graph, same.graph)]
             readers = read_mode_where_it_matters(model, first, train.graph, evaluated.graph)
         except DifferentPathsError:
             parted = [p for p in _parted(train, evaluated) if p not in request.kept]
@@ -90,7 +93,18 @@ def in_both_modes(
                 return [(first, (own[0],)), (other, (not own[0],))]
             request.kept.update((path, "it reads self.training") for path in parted)
             continue
-        return [(replace(first, constants={**first.constants, **readers}), (True, False))]
+        _ask_alike(*asking)
+        return [(replace(both, constants={**first.constants, **readers}), (True, False))]
+
+
+def _ask_alike(*graphs: Sequence[fx.Node]) -> None:
+    """What forward asks of a value in one of the modes, it may ask in all of them."""
+    for nodes in zip(*graphs, strict=True):
+        asked = {
+            what: answer for node in reversed(nodes) for what, answer in node.meta.get("asked", {}).items()
+        }
+        if asked:
+            nodes[0].meta["asked"] = asked
 
 
 def _refuse_others_flags(model: nn.Module, *captures: Capture) -> None:

@@ -63,6 +63,16 @@ PLAIN = frozenset(
         "dense_dim", "sparse_dim", "__deepcopy__", "broadcast_shapes",
     ]
 )
+# Property or method of a tensor → what it is decided by (a key of `assumptions.ASKED`). The kind of a dtype and the
+# device are not asked: a call has to have the example's, and what is written as a device follows the stage.
+ASKS = {
+    **dict.fromkeys(("dtype", "itemsize", "element_size", "type", "is_signed", "result_type", "can_cast"), "dtype"),
+    **dict.fromkeys(("requires_grad", "grad_fn"), "requires_grad"),
+    **dict.fromkeys(("layout", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_nested"), "layout"),
+    "is_leaf": "is_leaf",
+}
+MEMORY_FORMAT = frozenset(("is_contiguous", "is_inference", "is_conj", "is_neg", "is_pinned", "is_coalesced"))
+GRAD_CONTEXTS = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)
 TENSOR_PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 CHANGES_AUTOGRAD = frozenset(
     ["register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"]

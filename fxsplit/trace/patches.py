@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..assumptions import CALLER
 from ..compat import functorch_levels, sdpa_switches, tree_leaves
+from .reads import Reads
 from .refusal import CannotInlineError
+from .source import is_ours
 
 
 class Tracer(Protocol):
     """What the replacements tell the tracer."""
 
     says_compiling: bool
+    reads: Reads
 
     def is_tracing(self) -> bool:
         """Whether this thread is in a forward that is being inlined."""
@@ -40,6 +46,9 @@ class Tracer(Protocol):
     def read_mode(self, module: nn.Module) -> None:
         """Somebody asks for ``module.training``."""
 
+    def ask_caller(self, what: str, value: Any, *, by_torch: bool) -> None:
+        """Somebody asks for the caller's state."""
+
 
 Patch = tuple[Any, str, Any]
 
@@ -48,13 +57,20 @@ Patch = tuple[Any, str, Any]
 def patched(tracer: Tracer) -> Iterator[None]:
     """Torch tells `tracer` of the calls that a function mode does not see."""
     missing = object()
-    patches = [*_calls(tracer), *_contexts(tracer), *_refusals(tracer)]
+    patches = [
+        *_calls(tracer),
+        *_contexts(tracer),
+        *_refusals(tracer),
+        *_questions(tracer),
+        *tracer.reads.patches(),
+    ]
     originals = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
             setattr(owner, name, value)
         yield
     finally:
+        tracer.reads.close()
         for owner, name, value in originals:
             if value is missing:
                 delattr(owner, name)
@@ -63,12 +79,12 @@ def patched(tracer: Tracer) -> Iterator[None]:
 
 
 def _calls(tracer: Tracer) -> Iterator[Patch]:
-    call = nn.Module.__call__
+    call, eager = nn.Module.__call__, nn.Module._call_impl  # past what `module.compile()` has put before it
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not tracer.is_tracing():
             return call(module, *args, **kwargs)
-        return tracer.call_module(call, module, args, kwargs)
+        return tracer.call_module(eager, module, args, kwargs)
 
     apply: Any = torch.autograd.Function.__dict__["apply"]
 
@@ -96,7 +112,13 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
     yield torch.autograd.Function, "apply", classmethod(function_apply)
     if tracer.says_compiling:
         is_compiling = torch.compiler.is_compiling
-        yield torch.compiler, "is_compiling", lambda: tracer.is_tracing() or is_compiling()
+
+        def says_compiling() -> bool:
+            # What torch's own modules leave out when they are compiled, they do otherwise by the values of tensors.
+            by_torch = sys._getframe(1).f_code.co_filename.startswith(_MODULES)
+            return is_compiling() or (tracer.is_tracing() and not by_torch)
+
+        yield torch.compiler, "is_compiling", says_compiling
 
 
 def _contexts(tracer: Tracer) -> Iterator[Patch]:
@@ -118,6 +140,32 @@ def _context(tracer: Tracer, kind: Any) -> Iterator[Patch]:
 
     yield kind, "__enter__", enter
     yield kind, "__exit__", leave
+
+
+def _questions(tracer: Tracer) -> Iterator[Patch]:
+    for name, (owner, attribute) in CALLER.items():
+        yield owner, attribute, _question(tracer, name, getattr(owner, attribute))
+
+
+def _question(tracer: Tracer, name: str, original: Any) -> Any:
+    def asked(*args: Any) -> Any:
+        value = original(*args)
+        path = sys._getframe(1).f_code.co_filename
+        by_torch = path.startswith(_TORCH)
+        counts = (
+            path.startswith(_MODULES) and ("is_" in name or "fastpath" in name)
+            if by_torch
+            else not is_ours(path)
+        )
+        if counts and tracer.is_tracing():
+            tracer.ask_caller(f"{name}({', '.join(map(repr, args))})", value, by_torch=by_torch)
+        return value
+
+    return asked
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules", "")  # the rest of torch asks for its own use
 
 
 def _refusals(tracer: Tracer) -> Iterator[Patch]:

@@ -33,26 +33,55 @@ def user_line() -> Source | None:
 
 
 def in_a_message() -> bool:
-    """Whether the user's line is in an assert, a raise, or a call whose result nobody takes, such as a warning.
+    """Whether the user's line is in an assert, a raise, or a a call that prints or warns.
 
-    A size that is written into such a text decides nothing.
+    A size that is written into such a text decides nothing. A call counts by the name of what is called: a method that
+    adds the text to a list does something with it.
     """
     line = user_line()
-    return line is not None and line.line in _message_lines(line.path)
+    if line is None or line.span is None or line.span[0] is None or line.span[2] is None:
+        return False
+    here = (line.span[0], line.span[2])
+    return any(begin <= here < end for begin, end in _messages(line.path))
 
 
 @functools.lru_cache(maxsize=256)
-def _message_lines(path: str) -> frozenset[int]:
+def _messages(path: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where texts stand that are only read by people: from (line, column) to (line, column)."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
-        return frozenset()
-    found: set[int] = set()
+        return []
+    found: list[ast.expr | ast.stmt] = []
     for node in ast.walk(tree):
-        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        if call or isinstance(node, ast.Raise | ast.Assert):
-            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
-    return frozenset(found)
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _tells(node.value)):
+            found.append(node)
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            found.append(node.msg)
+    return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in found]
+
+
+_TELL = frozenset(
+    (
+        "print",
+        "log",
+        "debug",
+        "info",
+        "info_once",
+        "warn",
+        "warning",
+        "warning_once",
+        "error",
+        "exception",
+        "critical",
+    )
+) | {"_assert", "_check"}
+
+
+def _tells(value: ast.expr) -> bool:
+    """Whether this is a call of what prints, warns or checks."""
+    function = getattr(value, "func", None)
+    return getattr(function, "attr", getattr(function, "id", "")) in _TELL
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,4 +103,9 @@ def error_line(error: BaseException) -> Source | None:
 
 def is_the_users(path: str) -> bool:
     """Whether a file is neither torch's nor fxsplit's."""
-    return not path.startswith((_TORCH, "<")) and (not path.startswith(_HERE) or path.startswith(_DEMO))
+    return not path.startswith((_TORCH, "<")) and not is_ours(path)
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file is fxsplit's, without the model of its demo."""
+    return path.startswith(_HERE) and not path.startswith(_DEMO)

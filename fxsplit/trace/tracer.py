@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import types
 from collections import OrderedDict
@@ -14,9 +15,11 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ..assumptions import ASKED, global_hooks
 from ..compat import storage_key, transforms_left, tree_leaves
 from ..ops import guard
 from ..replication import callbacks_of
+from ..seen import Seen, seen
 from ..state import (
     attributes_of,
     changed_attributes,
@@ -24,9 +27,13 @@ from ..state import (
     restore_attributes,
     same_python_random,
 )
+from .capture import Taken
 from .operations import (
+    ASKS,
     CHANGES_AUTOGRAD,
     COUNT_DEPENDS_ON_SIZE,
+    GRAD_CONTEXTS,
+    MEMORY_FORMAT,
     OPERATORS,
     OPPOSITE,
     PLAIN,
@@ -42,9 +49,10 @@ from .operations import (
     is_tensor_method,
 )
 from .patches import patched
+from .reads import Reads
 from .records import made_again
 from .refusal import BY_VALUE, CannotInlineError, WritesAttributeError
-from .source import error_line, user_line
+from .source import error_line, in_a_message, is_ours, user_line
 from .values import TracedFloat, TracedInt, TracedNumber, nested_leaves, nested_plain, plain
 
 _LITERALS = (
@@ -121,6 +129,10 @@ class ValueTracer(TorchFunctionMode):
         self._child_calls = 0
         self.called: dict[str, None] = {}  # in order
         self.flags: dict[str, frozenset[str]] = {}
+        self.reads = Reads(model)
+        self.reads.is_on = self.is_tracing
+        # A node, the path of a tensor, or "" for the caller; what was asked; the answer.
+        self.asked: list[tuple[fx.Node | str, str, Seen]] = []
         self._paused = False
         self._thread = threading.get_ident()
 
@@ -142,13 +154,27 @@ class ValueTracer(TorchFunctionMode):
         self.graph.output_node().meta.update(module_path="", source=None)
         return self.graph
 
+    def taken(self) -> Taken:
+        """What forward has read and asked; what it asked of values is left with their nodes."""
+        asked: dict[tuple[str, str], Seen] = {}
+        for owner, what, answer in self.asked:
+            if isinstance(owner, fx.Node):
+                if owner not in self._erased:
+                    owner.meta.setdefault("asked", {})[what] = answer
+            else:
+                asked[owner, what] = answer
+        rows = tuple((where, what, answer) for (where, what), answer in asked.items())
+        return Taken(self.reads.names, self.reads.objects, rows)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
-        if self._paused or name in PLAIN:
+        if self._paused:
             return func(*nested_plain(args), **nested_plain(kwargs))
+        if name in PLAIN:
+            return self._plain(func, name, args, kwargs)
         if name == "__get__":
             return self._property(func, args)
         if name in CHANGES_AUTOGRAD:
@@ -167,6 +193,42 @@ class ValueTracer(TorchFunctionMode):
         result = self._own_object(result, before)
         random = drawn is not None and not torch.equal(drawn, torch.get_rng_state())
         return self._record(func, name, args, kwargs, result, before, random=random)
+
+    def _plain(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a tensor is, and not what it holds: written down as asked, or guarded."""
+        result = func(*nested_plain(args), **nested_plain(kwargs))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if name in MEMORY_FORMAT and isinstance(result, bool):
+            if id(tensors[0]) in self._refs and not self._ref(tensors[0]).constant:
+                self._guard(
+                    operator.eq, self._traced(result, Ref(self._call(func, name, args, kwargs))), result
+                )
+            return result
+        as_text = name in ("__repr__", "__format__") and any(id(t) in self._refs for t in tensors)
+        if as_text and not in_a_message():
+            raise CannotInlineError(f"it uses the {BY_VALUE} as a text")
+        for tensor in tensors if name in ASKS else ():
+            self._ask(tensor, ASKS[name])
+        return result
+
+    def _ask(self, tensor: torch.Tensor, what: str) -> None:
+        """Forward decides by what `tensor` is: it has to be that in every call."""
+        if _asked_by_us():
+            return
+        path = self._attributes.get(id(tensor))
+        if path is not None:
+            self.asked.append((path, what, ASKED[what](tensor)))
+        elif id(tensor) in self._refs and not self._ref(tensor).constant:
+            self.asked.append((self._ref(tensor).node(self._erased), what, ASKED[what](tensor)))
+
+    def ask_caller(self, what: str, value: Any, *, by_torch: bool) -> None:
+        """Forward decides by the state of its caller, such as whether gradients are wanted."""
+        kinds = GRAD_CONTEXTS if "grad" in what or "inference" in what else (torch.autocast,)
+        if any(node.target in kinds for node in self._open.values()):
+            return  # its own
+        if by_torch and self._stack[-1] and "fastpath" not in what:  # such as nn.TransformerEncoderLayer
+            raise CannotInlineError(f"it chooses a kernel by {what}")
+        self.asked.append(("", what, seen(value, {})))
 
     def _own_object(self, result: Any, operands: list[tuple[torch.Tensor, int]]) -> Any:
         """An operand handed back unchanged gets an object of its own: it has two names in the program.
@@ -432,7 +494,12 @@ class ValueTracer(TorchFunctionMode):
         if name == "shape":
             return self._size(torch.Tensor.size, "size", (tensor,), {})
         result = func(*args)
+        if name == "nbytes":
+            self._ask(tensor, "dtype")
+            return self._size(torch.Tensor.numel, "numel", (tensor,), {}) * tensor.itemsize
         if name not in TENSOR_PROPERTIES or not isinstance(result, torch.Tensor):
+            if name in ASKS:
+                self._ask(tensor, ASKS[name])
             return result
         ref = self._ref(tensor)
         node = self._create("call_function", getattr, (tensor, name), {})
@@ -441,7 +508,10 @@ class ValueTracer(TorchFunctionMode):
     def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*nested_plain(args), **nested_plain(kwargs))
         tensor = args[0]
-        if id(tensor) in self._attributes or self._ref(tensor).constant:
+        if id(tensor) in self._attributes:
+            self._ask(tensor, "shape")
+            return result
+        if self._ref(tensor).constant:
             return result
         if name == "__len__":
             guard = self._dimension(tensor, "size", 0, result)
@@ -490,6 +560,7 @@ class ValueTracer(TorchFunctionMode):
                 self.kept[path] = reason
         if reason is not None:
             return self._call_whole(original, module, path, args, kwargs)
+        read, asked = self.reads.mark(), len(self.asked)
         mark, last = len(self._undo), next(reversed(self.graph.nodes), None)
         stack, before = list(self._stack), attributes_of(module)
         grad_mode, generator = torch.is_grad_enabled(), torch.get_rng_state()
@@ -503,6 +574,8 @@ class ValueTracer(TorchFunctionMode):
             self.kept[path] = _reason(error)
             restore_attributes(module, before)
             self._rewind(mark, last)
+            self.reads.rewind(read)
+            del self.asked[asked:]
             self._paused = False
             with torch._C.DisableTorchFunction():
                 torch.set_grad_enabled(grad_mode)
@@ -612,6 +685,19 @@ class ValueTracer(TorchFunctionMode):
             left.meta.update(node.meta)
 
 
+def _asked_by_us() -> bool:
+    """Whether the innermost frame outside of this file is fxsplit's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        if frame.f_code.co_name not in _ASKING:
+            return True
+        frame = frame.f_back
+    return frame is not None and is_ours(frame.f_code.co_filename)
+
+
+_ASKING = ("_ask", "_property", "_plain", "_size", "__torch_function__")
+
+
 def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
     """The tensors in `values` with the number of in-place writes that each has seen."""
     return [
@@ -666,12 +752,16 @@ def _why_opaque(m: nn.Module) -> str | None:
     """Why `m` must not be inlined although its forward may trace; ``""`` for the basic modules of torch.nn."""
     if isinstance(m, torch.jit.ScriptModule):
         return "it is a ScriptModule"
+    if "_orig_mod" in m._modules:
+        return "it was made by torch.compile"
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
         return "it has hooks"
     if callbacks_of(m):
         return "it has a replication callback"
+    if global_hooks():
+        return "all modules have hooks"
     basic = type(m).__module__.startswith(("torch.nn", "torch.ao.nn"))
-    if basic and (isinstance(m, nn.MultiheadAttention) or next(m.children(), None) is None):
+    if basic and (isinstance(m, nn.MultiheadAttention) or not m._modules):
         return ""
     return None
 

@@ -302,3 +302,61 @@ def test_two_threads_may_train_with_one_pipeline(schedule):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.tau = nn.Linear(4, 4), 1.0
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        return self.lin(x) * self.tau + self.shift
+
+
+def test_a_model_that_is_spread_is_compiled_again():
+    model, x = nn.Sequential(*(Scaled() for _ in range(4))), torch.randn(4, 4)
+    twin, parameters = copy.deepcopy(model), list(model.parameters())
+    plan = fxsplit.Plan(stages=2, micro_batches=2, devices=["sim:0", "sim:1"])
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    before = [t.device for t in (*model.parameters(), *model.buffers())]
+    model[1].tau = twin[1].tau = 2.0
+    with pytest.raises(fxsplit.errors.AssumptionError, match=r"1.tau was 1.0, is 2.0"):
+        pipe(x)
+    pipe.recompile()
+    assert [t.device for t in (*model.parameters(), *model.buffers())] == before
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    expected = torch.cat([twin(x[:2]), twin(x[2:])])
+    assert torch.equal(pipe(x).cpu(), expected)
+    other = fxsplit.compile(pipe.unsplit(), plan.replace(devices=["sim:2", "cpu"]), example_args=(x,))
+    assert torch.equal(other(x).cpu(), expected)
+    assert {t.device for t in model.parameters()} == {torch.device("sim:2"), torch.device("cpu")}
+    alone = fxsplit.compile(pipe.unsplit(), fxsplit.Plan(stages=2, micro_batches=2), example_args=(x,))
+    assert torch.equal(alone(x), expected) and {t.device.type for t in model.parameters()} == {"cpu"}
+    twin = copy.deepcopy(other.recompile())
+    twin.unsplit()[0].tau = 4.0
+    assert torch.equal(twin.recompile()(x).cpu(), twin.unsplit().cpu()(x).cpu())
+
+
+def test_a_recompile_that_fails_leaves_everything_where_it_is():
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, devices=["sim:0", "sim:1"]), example_args=(x,))
+    tensors, expected = [*model.parameters(), *model.buffers()], pipe(x).cpu()
+    before = [t.device for t in tensors]
+    model[0].forward = lambda x: x.nothing
+    with pytest.raises(fxsplit.errors.ArgumentError, match="itself fails on the example"):
+        pipe.recompile()
+    del model[0].forward
+    assert all(a is b for a, b in zip(tensors, (*model.parameters(), *model.buffers()), strict=True))
+    assert [t.device for t in tensors] == before and torch.equal(pipe(x).cpu(), expected)
+
+
+def test_a_model_that_was_moved_is_compiled_again_where_it_is():
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
+    expected = model(x)
+    model.to("sim:1")
+    with pytest.raises(fxsplit.errors.ArgumentError, match=r"(?s)device sim:1.*pipe.recompile"):
+        pipe(x.to("sim:1"))
+    pipe.recompile()
+    assert set(map(str, pipe.devices)) == {"sim:1"} and torch.equal(pipe(x.to("sim:1")).cpu(), expected)
