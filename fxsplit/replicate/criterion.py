@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compat import tree_leaves, tree_map
 from ..errors import ArgumentError
-from .losses import CRITERION, LossInParts, split_target, weighed
+from .losses import CRITERION, LossInParts, beside, split_target, weighed
 from .reductions import LossFn, reduction_of
 from .said import compare, gradients_of, loss_of_the_whole, what_counts
 from .scattered import Scattered
@@ -69,7 +69,9 @@ class Criterion(nn.Module):
         """
         if not isinstance(output, Scattered):
             target = target.gather() if isinstance(target, Scattered) else target
-            found: torch.Tensor = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+            found: torch.Tensor = (
+                self.loss_fn(output) if target is None else self.loss_fn(output, beside(output, target))
+            )
             return found
         targets = _targets(output, target)
         reduction = reduction_of(self.loss_fn, self.reduction, CRITERION.words)

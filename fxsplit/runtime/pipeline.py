@@ -50,6 +50,7 @@ from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
+from .model_face import handed_on, says_what_it_takes
 from .reentry import check_not_inside, computing_for
 from .step import call_merged, step_inside, step_outside, wants_merged
 from .watch import Watch
@@ -81,6 +82,7 @@ class Pipeline(nn.Module):
     _said: Any
     _crew: Crew
     _watch: Watch
+    _read_on: list[set[torch.device]]
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
@@ -117,10 +119,15 @@ class Pipeline(nn.Module):
             _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
             _watch=Watch(model, traced, program),
         )
+        own["_read_on"] = [
+            {torch.device(d) for s in program.stages if name in s.inputs for d in assignment.rows[s.index]}
+            for name in program.inputs
+        ]
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
 
+    @says_what_it_takes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch; differentiable, whatever the loss outside.
 
@@ -154,7 +161,7 @@ class Pipeline(nn.Module):
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
         check_not_inside(self._lock, self.plan.schedule_name)
-        inputs = self.traced.signature.flatten(args, kwargs)
+        inputs = self._placed(self.traced.signature.flatten(args, kwargs))
         self._watch.asked.check(inputs)
         chunks, rows = self.micro_batches(inputs)
         self._refuse_tangents(inputs)
@@ -165,6 +172,14 @@ class Pipeline(nn.Module):
                 remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
             )
         return inputs, chunks, rows
+
+    def _placed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs where the program reads them: where the example was, or already where all its readers are.
+
+        What is moved here is moved in the caller's autograd graph: its gradient goes back to the caller's device.
+        """
+        slots = zip(inputs, self.traced.signature.arguments, self._read_on, strict=True)
+        return [x if x.device == a.device or read <= {x.device} else x.to(a.device) for x, a, read in slots]
 
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
         every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
@@ -627,6 +642,16 @@ class Pipeline(nn.Module):
         return f"{len(self)} stages, {self.plan!r}"
 
     # -- the model's own behaviour ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the pipeline's own is the model's: ``config``, ``dtype``, a child module.
+
+        Raises:
+            NoAttributeError: the model does not have it, or it is a method that computes with the unsplit model.
+        """
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        return handed_on(self.__dict__.get("model"), name)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""

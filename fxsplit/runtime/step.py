@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import tree_map
-from ..replicate.losses import check_loss
+from ..replicate.losses import beside, check_loss
 from ..replicate.reductions import LossFn
 from .autograd import Runner
 from .inside import LossInside
@@ -54,7 +54,7 @@ def step_outside(
 ) -> tuple[torch.Tensor, Any]:
     """Forward, the loss of the merged output, and its backward: the loss and the output, detached."""
     output = forward(*args, **kwargs)
-    loss = check_loss(loss_fn(output) if target is None else loss_fn(output, target))
+    loss = check_loss(loss_fn(output) if target is None else loss_fn(output, beside(output, target)))
     check_differentiable(loss.requires_grad)
     torch.autograd.backward(loss)
     return loss.detach(), tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, output)
