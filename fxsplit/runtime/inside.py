@@ -32,7 +32,7 @@ class LossInside:
     Attributes:
         losses: micro-batch → its weighted loss, detached.
         values: micro-batch → flat outputs, detached.
-        of_outputs: micro-batch → the gradients of its flat outputs, where `keeps` asks for them.
+        of_outputs: micro-batch → its flat outputs that have gradients → these, where `keeps` asks for them.
         differentiable: whether any of the losses depends on something that requires a gradient.
     """
 
@@ -47,7 +47,7 @@ class LossInside:
         self.loss, self.outputs, self.out_spec, self.around = loss, outputs, out_spec, around
         self.losses: dict[int, torch.Tensor] = {}
         self.values: dict[int, list[Any]] = {}
-        self.of_outputs: dict[int, list[torch.Tensor | None]] = {}
+        self.of_outputs: dict[int, dict[int, torch.Tensor | None]] = {}
         self.keeps = False
         self.differentiable = False
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
@@ -84,7 +84,7 @@ class LossInside:
             self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
             self.differentiable = self.differentiable or part.requires_grad
             if self.keeps:
-                self.of_outputs[i] = [found.get(id(leaf)) for leaf in flat]
+                self.of_outputs[i] = {k: found.get(id(v)) for k, v in enumerate(flat) if _has_grad(v)}
         return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
 
     def _seed_of(self, i: int, stages: int) -> int:
@@ -100,7 +100,7 @@ class LossInside:
         """
         order = range(len(self.losses))
         with torch.enable_grad():
-            rows = [[_leaf(v) for v in self.values[i]] for i in order]
+            rows = [self._leaves(i) for i in order]
             flat = merged(merges, list(zip(*rows, strict=True)), self.loss.rows)
             output = tree_unflatten(flat, self.out_spec)
             home = next((v.device for v in flat if isinstance(v, torch.Tensor)), torch.device("cpu"))
@@ -109,12 +109,21 @@ class LossInside:
                 expected = loss_of_the_whole(self.loss.loss_fn, output, moved, [home])
             if expected is None:
                 return
-            places = [(i, k) for i in order for k, v in enumerate(rows[i]) if _has_grad(v)]
+            first = [self.outputs.index(v) for v in self.outputs]  # an output that is there twice is one leaf
+            places = [(i, k) for i in order for k in self.of_outputs[i] if first[k] == k]
             wanted = gradients_of(expected, [rows[i][k] for i, k in places])
         found = [self.of_outputs[i][k] for i, k in places]
         half = [None if g is None else g * 0.5 for g in found]  # as `gradient_for` begins
         losses = [self.losses[i] for i in order]
         compare(self.loss.reduction, losses, self.total(), expected, (half, wanted), "in a step", STEP.whole)
+
+    def _leaves(self, i: int) -> list[Any]:
+        """The flat outputs of a micro-batch as leaves of a graph of their own."""
+        made = [_leaf(v) for v in self.values[i]]
+        return [
+            made[self.outputs.index(v)] if isinstance(v, str) else m
+            for v, m in zip(self.outputs, made, strict=True)
+        ]
 
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""
