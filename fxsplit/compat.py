@@ -182,7 +182,23 @@ def classes_in(spec: TreeSpec) -> list[type]:
     own = spec.context.cls if isinstance(spec.context, _RecordType) else spec.type
     if own is collections.namedtuple:
         own = spec.context
-    return [own] * (own is not None) + [c for child in spec.children() for c in classes_in(child)]
+    # 2.9 has the attribute, later versions the method
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    return [own] * (own is not None) + [c for child in children for c in classes_in(child)]
+
+
+def function_apply(cls: type) -> Callable[..., Any]:
+    """``cls.apply`` of a custom `torch.autograd.Function`, as torch defines it: 2.9 in Python, 2.15 in C."""
+    found: Callable[..., Any] = _FUNCTION_APPLY.__get__(None, cls)
+    return found
+
+
+_FUNCTION_APPLY: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def last_node(graph: fx.Graph) -> fx.Node | None:
+    """The last node so far. `reversed` gives an iterator from torch 2.13 on, and something to iterate over before."""
+    return next(iter(reversed(graph.nodes)), None)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
