@@ -10,7 +10,9 @@ import contextlib
 import copy
 import importlib
 import io
+import json
 import logging
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,8 +59,8 @@ class _RecordType:
 
     @classmethod
     def named(cls, module: str, qualified: str, keys: Sequence[str]) -> _RecordType:
-        """The type with this name; its constructor is not called."""
-        kind: Any = importlib.import_module(module)
+        """The type with this name, of a module that has been imported; its constructor is not called."""
+        kind: Any = sys.modules[module]
         for part in qualified.split("."):
             kind = getattr(kind, part)
         return cls(kind, tuple(keys), kind.__new__(kind))
@@ -160,15 +162,79 @@ def spec_to_text(spec: TreeSpec) -> str:
     return _pytree.treespec_dumps(spec)  # torch 2.13
 
 
-def spec_from_text(text: str) -> TreeSpec:
-    """The inverse of `spec_to_text`; the classes in it have to be imported."""
+def spec_from_text(text: str, find: Callable[[str], Any]) -> TreeSpec:
+    """The inverse of `spec_to_text`.
+
+    Args:
+        find: looks up a class or function by ``module:name``, or refuses to; called before torch imports any.
+    """
+    for name in names_in_spec(text):
+        name_namedtuple(find(name))
     return _pytree.treespec_loads(text)  # torch 2.13
+
+
+_PLAIN_TYPES = (
+    None,
+    "builtins.tuple",
+    "builtins.list",
+    "builtins.dict",
+    "collections.OrderedDict",
+    "collections.deque",
+)
+
+
+def names_in_spec(text: str) -> list[str]:
+    """``module:name`` of what is looked up to read a structure. 2.9 to 2.15: each node has a type, a context as JSON, and
+    children.
+
+    Raises:
+        ValueError: a type that nobody has registered, or no structure.
+    """
+    found, todo = [], [json.loads(text)[1]]
+    while todo:
+        node = todo.pop()
+        kind, context = node["type"], node["context"]
+        todo += node["children_spec"]
+        if kind == "fxsplit.Record":
+            found.append(f"{context[0]}:{context[1]}")
+        elif kind == "collections.defaultdict":
+            found.append(f"{context['default_factory_module']}:{context['default_factory_name']}")
+        elif kind == "collections.namedtuple":
+            found.append(_name_of_type(context))
+        elif kind not in _PLAIN_TYPES:
+            found.append(_name_of_type(kind))
+        found += _enums_in(context)
+    return found
+
+
+def _name_of_type(name: str) -> str:
+    cls = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
+    if cls is None:
+        raise ValueError(f"nobody has registered {name!r} as a pytree")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _enums_in(context: Any) -> list[str]:
+    """torch looks up ``{"__enum__": …, "fqn": "module:name"}`` wherever it stands in a context."""
+    with contextlib.suppress(ValueError):
+        context = json.loads(context) if isinstance(context, str) else context
+    found, todo = [], [context]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if "__enum__" in value:
+                found.append(value["fqn"])
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return found
 
 
 def name_namedtuple(kind: type) -> None:
     """Let a namedtuple of somebody's be written and read by name; once for each class."""
     if (
-        issubclass(kind, tuple)
+        isinstance(kind, type)
+        and issubclass(kind, tuple)
         and hasattr(kind, "_fields")
         and kind not in _pytree.SUPPORTED_SERIALIZED_TYPES
     ):

@@ -25,7 +25,7 @@ from .ir import Assignment, Program, Traced
 from .merging.decide import Merging, find_merges
 from .microbatch import Merge
 from .partition.shared import partition_with_homes
-from .place import gathered, place
+from .place import check_devices, gathered, place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.structure import verify_structure
@@ -151,7 +151,7 @@ def _pipeline(
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merging = _merging(model, traced, plan, dims, inputs, check)
     traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
-    _check_devices(assignment)
+    check_devices(model, assignment)
     program = generate(model, traced, assignment, runs)
     _check_threads(plan, program)
     verify_structure(model, traced, program)
@@ -324,17 +324,6 @@ def _run_of(traced: Traced) -> Run:
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
     """The example without its graph; an inference tensor as an ordinary one."""
     return x.clone() if x.is_inference() else x.detach().requires_grad_(x.requires_grad)
-
-
-def _check_devices(assignment: Assignment) -> None:
-    for stage, device in ((s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise PlanError(
-                f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
-                remedy="name devices that this machine has, such as devices='cpu'",
-            ) from None
 
 
 def _check_threads(plan: Plan, program: Program) -> None:

@@ -79,7 +79,11 @@ def test_what_is_loaded_computes_the_same(name, by, tmp_path):
     model, batch = build(name)
     pipe = compiled(model, batch(4), stages=3, micro_batches=2, checkpoint="except_last")
     pipe.save_code(tmp_path)
-    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    if by == "model":
+        loaded = fxsplit.load(tmp_path, model)
+    else:  # experts are the user's own modules
+        trust = ["tests.models:Experts"] if name == "experts" else []
+        loaded = fxsplit.load(tmp_path, model.state_dict(), trust=trust)
     assert [s.code for s in loaded] == [s.code for s in pipe]
     for mode in (True, False):
         model.train(mode), loaded.train(mode)
@@ -93,7 +97,12 @@ def test_what_is_loaded_computes_the_same(name, by, tmp_path):
 def test_a_bit_of_everything(by, tmp_path):
     model, pipe = everything()
     pipe.save_code(tmp_path)
-    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    if by == "model":
+        loaded = fxsplit.load(tmp_path, model)
+    else:
+        loaded = fxsplit.load(
+            tmp_path, model.state_dict(), trust=["tests.test_saving", "tests.test_capture:Scaled"]
+        )
     for mode in (True, False):
         model.train(mode), loaded.train(mode)
         for rows in (4, 7):
@@ -213,8 +222,8 @@ class Pairs(nn.Module):
 def test_namedtuples(tmp_path):
     model, pair = Pairs(), Pair(torch.randn(4, 4), torch.randn(4, 4))
     compiled(model, (pair,), stages=2).save_code(tmp_path)
-    for source in (model, model.state_dict()):
-        loaded = fxsplit.load(tmp_path, source)
+    for source, trust in ((model, []), (model.state_dict(), ["tests.test_saving:Pair"])):
+        loaded = fxsplit.load(tmp_path, source, trust=trust)
         assert_equivalent(model, loaded, pair)
         assert type(loaded(pair)) is Pair
 
@@ -292,7 +301,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         fxsplit.load(tmp_path, build("gpt")[0])
     with pytest.raises(errors.SerializeError, match=r"missing \['a\.bias'\], unknown \['other'\]"):
         state = {k: v for k, v in model.state_dict().items() if k != "a.bias"}
-        fxsplit.load(tmp_path, {**state, "other": torch.zeros(1)})
+        fxsplit.load(tmp_path, {**state, "other": torch.zeros(1)}, trust=["tests"])
     file = tmp_path / "stage_1.py"
     file.write_text(file.read_text().replace("self.", "self. "))
     with pytest.raises(errors.SerializeError, match=r"stage_1\.py is not the code"):
