@@ -162,7 +162,7 @@ def _pipeline(
         other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs, check)
     example = [_ordinary(x) for x in inputs]
     pipe = Pipeline(model, plan, traced, assignment, program, dims, merging.merges, example, other)
-    pipe.schedule_for(plan.micro_batches)  # proves it
+    pipe.prove_schedule()
     return pipe
 
 

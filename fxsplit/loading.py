@@ -195,6 +195,8 @@ def _pipeline(
         _forecast(data["forecast"]),
         _device_map(data["device_map"]),
     )
+    if isinstance(plan.replicas, int) and any(n != plan.replicas for n in assignment.replicas):
+        raise ValueError(f"the plan has {plan.replicas} replicas, its stages {assignment.replicas}")
     check_devices(model, assignment)
     regions = [[(a, b) for a, b in runs] for runs in data["regions"]]
     program = generate(model, traced, assignment, regions)
@@ -211,7 +213,7 @@ def _pipeline(
     dims = BatchDims(tuple(data["batch_dims"]), tuple(a.name for a in traced.signature.arguments))
     merges = [_merge(row) for row in data["merges"]]
     pipe = Pipeline(model, plan, traced, assignment, program, dims, merges, _example(data, traced), other)
-    pipe.schedule_for(plan.micro_batches)  # proves it
+    pipe.prove_schedule()
     return pipe
 
 

@@ -107,8 +107,8 @@ def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str,
         value = getattr(owner, leaf)
         for holder in value.modules() if isinstance(value, nn.Module) else (owner,):
             for kind in ("_parameters", "_buffers"):
-                table = getattr(holder, kind)
-                for key in list(table) if isinstance(value, nn.Module) else [leaf]:
+                table = dict(getattr(holder, kind).items())  # a ScriptModule's has little else
+                for key in table if isinstance(value, nn.Module) else [leaf]:
                     tensor = table.get(key)
                     if tensor is not None and names.get(id(tensor), "") in ("", *stage.parameters):
                         yield holder, kind, key

@@ -70,6 +70,7 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     others = unregistered(model)
     modules = [*model.modules(), *others]
     attributes = [attributes_of(module) for module in modules]
+    modes = [(module, module.training) for module in modules]
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
     written += [b for module in others for b in module._buffers.values() if b is not None]
     written += _inside_of_objects(modules)
@@ -87,6 +88,9 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
             restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
+            for module, mode in modes:
+                if module.training != mode:  # of a ScriptModule, where it is no attribute of Python's
+                    module.training = mode
             for snapshot in around:
                 snapshot.restore()
             with torch.no_grad():
@@ -269,7 +273,7 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
             if _differs(present, value):
                 present.clear()  # in place: others may hold the container itself
                 present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]
-        elif present is not value:
+        elif key not in now or present is not value:  # None and not there are two things
             now[key] = value
 
 

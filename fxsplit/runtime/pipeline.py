@@ -53,6 +53,9 @@ from .step import call_merged, step_inside, step_outside, wants_merged
 from .watch import Watch
 
 
+_PROVEN = 1024  # micro-batches, at most
+
+
 class Pipeline(nn.Module):
     """What `fxsplit.compile` returns. Children, parameters, buffers, state_dict and modes are the model's own.
 
@@ -370,6 +373,16 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
+
+    def prove_schedule(self) -> None:
+        """Prove the schedule of a batch like the example; of many micro-batches it goes on as it began.
+
+        Raises:
+            ScheduleError, PlanError: it cannot be played.
+        """
+        rows, count = self.dims.batch_size(self.example) or 1, self.plan.micro_batches
+        own = isinstance(self.plan.schedule, Schedule)  # as long as it is written down
+        self.schedule_for(count if own else max(1, min(count, rows, _PROVEN)))
 
     @property
     def schedule(self) -> Schedule:
