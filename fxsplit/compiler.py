@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .actions import Schedule
+from .arguments import compile_spellings, explained
 from .batch import BatchDims
 from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
@@ -39,6 +40,11 @@ from .state import preserved
 from .trace.front import TRACING, trace
 
 
+@explained(
+    ArgumentError,
+    "fxsplit.compile(model, plan, example_args=(x,))",
+    compile_spellings("compile", vars(Plan())),
+)
 def compile(
     model: nn.Module,
     plan: Plan | None = None,
@@ -192,6 +198,11 @@ def _assign(
     return ordered, assignment, runs
 
 
+@explained(
+    ArgumentError,
+    "fxsplit.preview(model, plan, example_args=(x,))",
+    compile_spellings("preview", vars(Plan())),
+)
 def preview(
     model: nn.Module,
     plan: Plan | None = None,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .arguments import explained
 from .assumptions import ASKED, CALLER, LOOKUPS, Assumptions, caller_now
 from .batch import BatchDims
 from .codegen.emit import generate
@@ -40,6 +41,7 @@ from .trace.front import ASKED_WHOLE
 _MOST_NUMBERS = 2**28  # of an example
 
 
+@explained(ArgumentError, 'fxsplit.load("folder", model), with trust=[...] by name')
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module | Mapping[str, torch.Tensor],
@@ -282,13 +284,12 @@ def _traced(data: Mapping[str, Any], model: nn.Module, names: Names, other: Pipe
 def _assumptions(data: Mapping[str, Any]) -> Assumptions:
     found = Assumptions.from_json(data["assumptions"])
     for row in found.rows:
-        known: Any = {**LOOKUPS, "argument": ASKED, "value": ASKED, "caller": CALLER}[row.kind]
-        if row.kind in ("asked", "argument", "value"):
-            known = ASKED[row.what]
-        if row.kind == "caller" and len(row.what) < 200:
-            known = caller_now(row.what)  # a question of torch's with one plain argument
-        if not known:
-            raise ValueError(f"{row.what!r} cannot be asked")
+        kinds = {**LOOKUPS, "argument": ASKED, "value": ASKED, "caller": CALLER}
+        whats = ASKED if row.kind in ("asked", "argument", "value") else [row.what]
+        if row.kind not in kinds or row.what not in whats or len(row.what) > 200:
+            raise ValueError(f"{row.kind} {row.what!r} cannot be asked")
+        if row.kind == "caller":
+            caller_now(row.what)  # a question of torch's, with plain arguments
     return found
 
 
@@ -329,7 +330,9 @@ def _graph(data: Mapping[str, Any], names: Names, model: nn.Module) -> tuple[fx.
         if "source" in meta:
             meta["source"] = Source(*meta["source"])
         if "asked" in meta:
-            meta["asked"] = {what: Seen.from_json(was) for what, was in meta["asked"].items() if ASKED[what]}
+            meta["asked"] = {what: Seen.from_json(was) for what, was in meta["asked"].items()}
+            if not meta["asked"].keys() <= ASKED.keys():
+                raise ValueError(f"{[*meta['asked']]} cannot be asked")
         node.meta.update({"module_path": "", "source": None, **meta})
         fact = dict(row["facts"])
         for key in ("storages", "writes", "lasting"):

@@ -239,7 +239,7 @@ def test_names_in_code_are_names(tmp_path):
 
 
 def test_what_stands_in_the_place_of_a_file(tmp_path):
-    model, data = saved(tmp_path)
+    model, _ = saved(tmp_path)
     file = tmp_path / "program.json"
     good = file.read_text()
 

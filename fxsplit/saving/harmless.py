@@ -108,10 +108,7 @@ def _is_layer(value: Any, module: str) -> bool:
 @functools.cache
 def methods() -> frozenset[str]:
     """The names of methods that a node may call, on whatever value."""
-    known = {
-        str(getattr(f, "__name__", ""))
-        for f in get_overridable_functions().get(torch.Tensor, ())  # type: ignore[call-overload]
-    }
+    known = {str(getattr(f, "__name__", "")) for f in get_overridable_functions().get(torch.Tensor, ())}
     public = {name for name in known if not name.startswith("_")}
     return frozenset((public | _OTHER_METHODS) - _NOT_METHODS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -134,11 +135,13 @@ class Decoder:
 
     def dtype(self, value: Any) -> torch.dtype:
         """As a call, of a dtype."""
-        return _of_type(self(value), torch.dtype)
+        found: torch.dtype = _of_type(self(value), torch.dtype)
+        return found
 
     def device(self, value: Any) -> torch.device:
         """As a call, of a device."""
-        return _of_type(self(value), torch.device)
+        found: torch.device = _of_type(self(value), torch.device)
+        return found
 
     def signature(self, rows: list[Any]) -> inspect.Signature:
         """The inverse of `encode_signature`."""
@@ -243,14 +246,14 @@ def _decode_tensor(stored: list[Any]) -> torch.Tensor:
     shape, dtype, layout, data = stored
     kind = _of_torch(dtype, torch.dtype)
     if isinstance(layout, str):
-        *indices, values = (_decode_tensor(part) for part in data)
+        parts = [_decode_tensor(part) for part in data]
         form = _of_torch(layout, torch.layout)
-        if form is torch.sparse_coo:
-            found = torch.sparse_coo_tensor(*indices, values, shape, check_invariants=True)
-            return found._coalesced_(True)
         if form not in _PARTS:
             raise ValueError(f"{form} is no layout of a sparse tensor")
-        return torch.sparse_compressed_tensor(*indices, values, shape, layout=form, check_invariants=True)
+        make: Any = functools.partial(torch.sparse_compressed_tensor, layout=form)
+        make = torch.sparse_coo_tensor if form is torch.sparse_coo else make
+        found: torch.Tensor = make(*parts, shape, check_invariants=True)
+        return found.coalesce() if form is torch.sparse_coo else found
     if not all(type(n) is int and n >= 0 for n in (*shape, *layout)):
         raise ValueError("shape and strides of a tensor are no sizes")
     raw = bytearray(base64.b64decode(data, validate=True))
