@@ -386,8 +386,15 @@ CPU_RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer
 TRILINEAR = torch.ops.aten._trilinear
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided and tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
     return int(tensor.untyped_storage()._cdata)  # torch 2.13
 
 

@@ -75,7 +75,7 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     written += [b for module in others for b in module._buffers.values() if b is not None]
     written += _inside_of_objects(modules)
     around = [Snapshot(o) for o in around_of(model)]
-    values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
+    values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided and not _overlaps(t)]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
@@ -100,6 +100,11 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether one number is several elements, as after `expand`: nobody can write to it in place."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _inside_of_objects(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
