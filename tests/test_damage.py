@@ -1,6 +1,8 @@
 """Damage of many kinds at random places of correct programs: all of it is caught, by the rule that is there for it."""
 
 import copy
+import gc
+import linecache
 import operator
 import random
 from dataclasses import replace
@@ -594,3 +596,21 @@ def test_a_scripted_submodule_keeps_its_modes():
     model.eval()
     x = torch.randn(4, 4)
     assert torch.allclose(pipe(x), model(x)) and not any(m.training for m in model.modules())
+
+
+def test_lines_of_generated_code_go_with_their_modules():
+    def compiled():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(torch.randn(4, 4),))
+
+    def ours():
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<fxsplit")}
+
+    pipe, before = None, ours()
+    for _ in range(3):
+        pipe = compiled()
+    held = ours() - before
+    assert held  # tracebacks show them
+    del pipe
+    assert not ours() - before

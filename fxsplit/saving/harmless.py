@@ -37,6 +37,10 @@ _TORCH = (
     "sparse_csr_tensor", "sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "tensor", "tril_indices",
     "triu_indices", "vander", "zeros",
 )
+_SPACES: dict[Any, tuple[str, ...]] = {
+    torch.sparse: ("addmm", "log_softmax", "mm", "sampled_addmm", "softmax", "spdiags", "spsolve", "sum"),
+    torch.nested: ("as_nested_tensor", "narrow", "nested_tensor", "nested_tensor_from_jagged", "to_padded_tensor"),
+}
 # Methods that call, keep or hand out something other than tensors: memory, files, hooks, arrays of another library.
 _NOT_METHODS = frozenset((
     "apply_", "backward", "const_data_ptr", "data_ptr", "map2_", "map_", "module_load", "numpy", "pin_memory",
@@ -71,6 +75,8 @@ def _functions() -> Iterator[Any]:
         if callable(v) and not name.startswith("_") and name not in _OPERATORS_THAT_CALL
     )
     yield from (getattr(torch, name) for name in _TORCH if hasattr(torch, name))
+    for space, names in _SPACES.items():
+        yield from (getattr(space, name) for name in names if hasattr(space, name))
     public = public_names()
     for space, functions in get_overridable_functions().items():
         for value in functions:
