@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,6 +35,43 @@ def agree(a: Any, b: Any, *, rtol: float = 0.0, atol: float = 0.0, of_largest: f
     if of_largest and b.numel():
         atol += of_largest * float(b.nan_to_num().abs().max())
     return bool(torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True))
+
+
+def agree_each(a: Any, b: Any, *, largest: float = 0.0) -> bool:
+    """Equal element by element, up to what other kernels for the same numbers make of it.
+
+    An element may differ by 1e-4 of the largest one in its row, in its column, and so on along every dimension, whichever
+    is the smallest; so a column of small numbers is not compared with the scale of a large one. What is nothing but
+    rounding of terms that cancel out may differ by some last digits of `largest`, or of the largest in `b`.
+    """
+    if agree(a, b):
+        return True
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return agree(a, b, rtol=1e-4)
+    if a.shape != b.shape or a.dtype != b.dtype or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return False
+    x, y = _dense(a), _dense(b)
+    eps = torch.finfo(x.dtype).eps
+    near, digits = max(1e-4, 16 * eps), 64 * eps if eps < 1e-5 else 4 * eps
+    same = (x == y) | ((x != x) & (y != y))
+    x, y = x.nan_to_num(), y.nan_to_num()
+    size = y.abs().float() if eps > 1e-6 else y.abs()
+    scale = size
+    if y.dim() > 1:
+        others = [tuple(e for e in range(y.dim()) if e != d) for d in range(y.dim())]
+        scale = functools.reduce(torch.minimum, (size.amax(dims, keepdim=True) for dims in others))
+    floor = digits * max(largest, float(size.max()))
+    return bool((same | ((x - y).abs() <= near * scale + floor)).all()) and bool(
+        (_dense(a).isfinite() == _dense(b).isfinite()).all()
+    )
+
+
+def largest_of(values: Iterable[Any]) -> float:
+    """The largest element, by its size, in any floating point tensor among the values."""
+    floats = [
+        v for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point and not v.is_meta
+    ]
+    return max((float(_dense(v).nan_to_num().abs().max()) for v in floats if v.numel()), default=0.0)
 
 
 def difference(found: Any, expected: Any) -> str:

@@ -27,13 +27,15 @@ from torch.utils import (
     _pytree,  # torch 2.13: the pytree that transformers and torch.export register with
 )
 
+from .caches import Follows, is_cache, put_together, taken_apart
+
 TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
 TorchDispatchMode = _python_dispatch.TorchDispatchMode  # torch 2.13
 
 
 class _Record:
-    """Stands for a dataclass or dict subclass that nobody registered as a pytree, while it is taken apart."""
+    """Stands for a dataclass, dict subclass or cache that nobody registered as a pytree, while it is taken apart."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -41,14 +43,21 @@ class _Record:
 
 @dataclass(frozen=True)
 class _RecordType:
-    """Class and fields of a record; `template` rebuilds one without calling the user's constructor."""
+    """Class and fields of a record; `template` rebuilds one without calling the user's constructor.
+
+    Of a cache, `rest` is what it has beside its tensors and numbers.
+    """
 
     cls: type
     keys: tuple[Any, ...]
     template: Any = field(compare=False, repr=False)
+    rest: tuple[tuple[str, Any], ...] | None = None
 
     @classmethod
     def of(cls, value: Any) -> _RecordType:
+        if is_cache(value):
+            held, rest = taken_apart(value)
+            return cls(type(value), tuple(held), None, rest)
         keys = tuple(value) if isinstance(value, dict) else tuple(f.name for f in fields(value))
         template = copy.copy(value)
         if isinstance(value, OrderedDict):
@@ -58,12 +67,18 @@ class _RecordType:
         return cls(type(value), keys, template)
 
     @classmethod
-    def named(cls, module: str, qualified: str, keys: Sequence[str]) -> _RecordType:
-        """The type with this name, of a module that has been imported; its constructor is not called."""
-        kind: Any = sys.modules[module]
-        for part in qualified.split("."):
-            kind = getattr(kind, part)
-        return cls(kind, tuple(keys), kind.__new__(kind))
+    def named(cls, module: str, qualified: str, keys: Sequence[str], rest: Any = None) -> _RecordType:
+        """The type with this name; its constructor is not called."""
+        kind: Any = _named_class(module, qualified)
+        if rest is None:
+            return cls(kind, tuple(keys), kind.__new__(kind))
+        found = tuple((key, value if how is None else _REST[how](value)) for key, how, value in rest)
+        return cls(kind, tuple(keys), None, found)
+
+    def dumped(self) -> list[Any]:
+        """What `named` takes."""
+        row = [self.cls.__module__, self.cls.__qualname__, list(self.keys)]
+        return row if self.rest is None else [*row, [[key, *_dumped(value)] for key, value in self.rest]]
 
     def values_of(self, value: Any) -> list[Any]:
         found = [
@@ -72,15 +87,51 @@ class _RecordType:
         return [_with_records(item) for item in found]
 
     def build(self, values: Iterable[Any]) -> Any:
+        if self.rest is not None:
+            return put_together(self.cls, dict(zip(self.keys, values, strict=True)), self.rest)
         value = copy.copy(self.template)
         for key, item in zip(self.keys, values, strict=True):
             if isinstance(value, OrderedDict):
                 OrderedDict.__setitem__(value, key, item)
             elif isinstance(value, dict):
                 dict.__setitem__(value, key, item)
-            else:
+            if not isinstance(value, dict) or key in getattr(
+                value, "__dict__", ()
+            ):  # some keep their items as attributes too
                 object.__setattr__(value, key, item)  # frozen ones too
         return value
+
+
+def _named_class(module: str, qualified: str) -> type:
+    found: Any = sys.modules[module]  # imported by whoever may decide that, see `spec_from_text`
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+_REST: dict[str, Callable[[Any], Any]] = {  # what a cache has beside its tensors, from JSON
+    "follows": Follows,
+    "dtype": lambda name: _dtype(name),
+    "device": torch.device,
+    "class": lambda row: _named_class(*row),
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+def _dumped(value: Any) -> tuple[str | None, Any]:
+    if isinstance(value, Follows):
+        return "follows", str(value)
+    if isinstance(value, torch.dtype):
+        return "dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return "device", str(value)
+    return ("class", [value.__module__, value.__qualname__]) if isinstance(value, type) else (None, value)
 
 
 def _flatten_record(record: _Record) -> tuple[list[Any], _RecordType]:
@@ -99,36 +150,36 @@ _pytree.register_pytree_node(  # torch 2.13; the public one has no keys
     _flatten_record,
     lambda values, kind: kind.build(values),
     serialized_type_name="fxsplit.Record",
-    to_dumpable_context=lambda kind: [kind.cls.__module__, kind.cls.__qualname__, list(kind.keys)],
+    to_dumpable_context=lambda kind: kind.dumped(),
     from_dumpable_context=lambda row: _RecordType.named(*row),
     flatten_with_keys_fn=_flatten_record_with_keys,
 )
 
 
 def _with_records(tree: Any) -> Any:
-    if not any(_holds_tensors(leaf) for leaf in _pytree.tree_leaves(tree)):
+    if not any(_is_record(leaf) for leaf in _pytree.tree_leaves(tree)):
         return tree
-    return _pytree.tree_map(lambda leaf: _Record(leaf) if _holds_tensors(leaf) else leaf, tree)
+    return _pytree.tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
 
 
-def _holds_tensors(leaf: Any) -> bool:
-    """Whether `leaf` is an unregistered dataclass or dict subclass with a tensor somewhere in it."""
-    if (
-        isinstance(leaf, torch.Tensor)
-        or not (isinstance(leaf, dict) or is_dataclass(leaf))
-        or isinstance(leaf, type)
-    ):
+def _is_record(leaf: Any) -> bool:
+    """Whether `leaf` is a cache, or an unregistered dataclass or dict subclass with a tensor or cache somewhere in it."""
+    if isinstance(leaf, torch.Tensor | type | str | int | float | None):
+        return False
+    if is_cache(leaf):
+        return True
+    if not (isinstance(leaf, dict) or is_dataclass(leaf)):
         return False
     inside = (
         list(leaf.values()) if isinstance(leaf, dict) else [getattr(leaf, f.name, None) for f in fields(leaf)]
     )
-    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in _pytree.tree_leaves(inside))
+    return any(isinstance(x, torch.Tensor) or _is_record(x) for x in _pytree.tree_leaves(inside))
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of `tree` in order, and the structure that holds them.
 
-    Besides registered pytrees, dataclasses and dict subclasses that hold tensors are looked into.
+    Besides registered pytrees, dataclasses and dict subclasses that hold tensors are looked into, and caches.
     """
     return _pytree.tree_flatten(_with_records(tree))
 
@@ -197,6 +248,8 @@ def names_in_spec(text: str) -> list[str]:
         todo += node["children_spec"]
         if kind == "fxsplit.Record":
             found.append(f"{context[0]}:{context[1]}")
+            rest = context[3] if len(context) > 3 else []
+            found += [f"{value[0]}:{value[1]}" for _, how, value in rest if how == "class"]
         elif kind == "collections.defaultdict":
             found.append(f"{context['default_factory_module']}:{context['default_factory_name']}")
         elif kind == "collections.namedtuple":
@@ -270,7 +323,7 @@ def last_node(graph: fx.Graph) -> fx.Node | None:
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of `tree` in order."""
     leaves = _pytree.tree_leaves(tree)
-    return _pytree.tree_leaves(_with_records(tree)) if any(map(_holds_tensors, leaves)) else leaves
+    return _pytree.tree_leaves(_with_records(tree)) if any(map(_is_record, leaves)) else leaves
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -459,3 +512,8 @@ GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
     getattr(nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]
+
+
+plain_tensors = (
+    torch._C.DisableTorchFunctionSubclass
+)  # torch 2.9 to 2.15: subclasses of tensors compute as tensors

@@ -29,6 +29,7 @@ from .partition.shared import partition_with_homes
 from .place import check_devices, gathered, place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
+from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
 from .reach import reach
 from .replicate.meet import check_replicas
@@ -311,7 +312,7 @@ def _placed_alike(other: Traced, assignment: Assignment, program: Program) -> di
 
 
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
-    """The numbers of the split on the example; the graphs themselves have been compared already.
+    """The numbers of the split on the example, and on the micro-batches that the plan makes of it.
 
     Before the parameters have moved to several devices the split cannot run: its graph is run then.
     """
@@ -326,15 +327,19 @@ def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
             if model.training not in one.traced.modes:
                 model.train(not model.training)
             verify_numerics(model, one.traced, run, inputs)
+            if one.dims.batch_size(inputs) and one.plan.micro_batches > 1:
+                verify_sizes(model, one.traced, one.dims, one.micro_batches(inputs)[1], inputs)
+                if not moves and any(stage.writes or stage.stateful for stage in one.stages):
+                    one.verify_micro_batches(inputs)
 
 
 def _run_of(traced: Traced) -> Run:
-    return lambda values: list(traced.module(*values))
+    return lambda values: list(traced.module(*values))[: traced.out_spec.num_leaves]
 
 
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
-    """The example without its graph; an inference tensor as an ordinary one."""
-    return x.clone() if x.is_inference() else x.detach().requires_grad_(x.requires_grad)
+    """A copy of the example, without its graph; an inference tensor as an ordinary one."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _check_threads(plan: Plan, program: Program) -> None:

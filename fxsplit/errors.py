@@ -73,6 +73,10 @@ class MoveError(FxsplitError, TypeError):
     """A pipeline was asked to move to another device: the plan owns placement."""
 
 
+class NoAttributeError(FxsplitError, AttributeError):
+    """A pipeline was asked for an attribute that neither it nor the model has, or that it does not hand on."""
+
+
 class ScheduleError(FxsplitError, ValueError):
     """A schedule repeats an action, lacks one, or can never finish."""
 

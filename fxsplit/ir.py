@@ -363,12 +363,15 @@ class Program:
         root: ``root(*inputs)`` runs the whole program in the calling thread: the oracle of every runtime.
         inputs: names of the graph's inputs.
         outputs: the flat outputs: a value's name, or a constant wrapped in a 1-tuple.
+        aliases: value that crosses a cut → the first one that does and may be the very same tensor, as the result of an
+            identity is, and of a dropout in eval mode. Their gradients are added as those of one.
     """
 
     stages: tuple[Stage, ...]
     root: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str | tuple[Any], ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def producers(self) -> dict[str, int]:
         """Value → the stage that gives it; graph inputs are -1."""

@@ -98,7 +98,7 @@ class Surroundings:
     def difference(self) -> str | None:
         """What is not as it was, in words; None if all is."""
         if any(v.training != mode for v, mode in self._flags):
-            return "train() or eval() was called"
+            return "the mode was changed (train() or eval() was called)"
         with _own_parameters(self._modules):
             for module, parameters, buffers, attributes in self._tables:
                 if attributes and not _equal(module.__dict__, attributes):
@@ -106,7 +106,7 @@ class Surroundings:
                         (k for k, v in attributes.items() if not _alike(module.__dict__.get(k), v)), None
                     )
                     if name == "training":
-                        return "train() or eval() was called"
+                        return "the mode was changed (train() or eval() was called)"
                     if name is not None or module.__dict__.keys() != attributes.keys():
                         return self._said(module, name, attributes)
                 if not (_equal(module._parameters, parameters) and _equal(module._buffers, buffers)):

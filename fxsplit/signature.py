@@ -83,8 +83,8 @@ class Signature:
         """The flat tensor inputs of this call, in the order of `arguments`.
 
         Raises:
-            ArgumentError: an argument is missing, unknown, or of another kind, type or device than the
-                example's; or a constant differs from the example's.
+            ArgumentError: an argument is missing, unknown, or of another kind or type than the example's, or has no
+                data; or a constant differs from the example's.
         """
         bound = _bind(self.signature, args, kwargs)
         leaves, spec = tree_flatten(dict(bound.arguments))
@@ -173,9 +173,14 @@ def _check_tensor(argument: Argument, value: Any) -> torch.Tensor:
             f"argument {argument.name!r} is {type(value).__name__}, not a tensor",
             remedy="pass a tensor, or pipe.recompile(...) with these arguments, to compile again",
         )
+    if value.is_meta != (argument.device.type == "meta"):
+        raise ArgumentError(
+            f"argument {argument.name!r} is on {value.device}, but the pipeline was compiled for {argument.device}: "
+            "what is on the meta device has no values",
+            remedy="pass a tensor with values, or compile again with an example like it",
+        )
     for what, expected, got in (
         ("dimensions", argument.dim, value.dim()),
-        ("device", argument.device, value.device),
         ("kind of dtype", _kind(argument.dtype), _kind(value.dtype)),
     ):
         if expected != got:

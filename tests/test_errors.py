@@ -264,6 +264,6 @@ def test_every_error_is_also_the_builtin_that_a_caller_would_catch():
             and issubclass(kind, errors.FxsplitError)
             and kind is not errors.FxsplitError
         ):
-            assert issubclass(kind, ValueError | TypeError | RuntimeError), kind
+            assert issubclass(kind, ValueError | TypeError | RuntimeError | AttributeError), kind
             assert kind.__doc__
     assert copy.copy(errors.PlanError("a", where="b")).where == "b"

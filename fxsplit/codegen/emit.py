@@ -71,7 +71,21 @@ def generate(
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
     outputs = tuple(v.name if isinstance(v, fx.Node) else (v,) for v in output_values(traced.graph))
-    return Program(tuple(stages), _root(traced, stages), inputs, outputs)
+    return Program(tuple(stages), _root(traced, stages), inputs, outputs, _aliases(traced, parts, inputs))
+
+
+def _aliases(traced: Traced, parts: Sequence[Part], inputs: Sequence[str]) -> dict[str, str]:
+    crossing = dict.fromkeys((*inputs, *(n.name for part in parts for n in (*part.inputs, *part.outputs))))
+    first: dict[str, str] = {}
+    found = {}
+    for node in traced.graph.nodes:
+        if node.name in crossing:
+            tensor = node.name
+            while (alias := traced.facts[tensor].alias) is not None:
+                tensor = alias
+            if first.setdefault(tensor, node.name) != node.name:
+                found[node.name] = first[tensor]
+    return found
 
 
 def _rates(traced: Traced, part: Part) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from ..compat import tree_leaves
 from ..graph import resolve
 from ..ir import Traced
+from ..ops import guard
 from . import shape_rules  # noqa: F401  registers its rules
 from .dependence import SAME, Dependence, Mean, Mixed, Position, Rows, Same, Targets, Unknown
 from .pair import Pair
@@ -70,7 +71,7 @@ class Derivation:
 
     def outputs(self) -> list[Dependence]:
         """Of the flat outputs; what is no tensor is the same."""
-        values = self.whole.nodes["output"][0]
+        values = self.whole.nodes[self.module.graph.output_node().name][0]
         return [self.state_of(v) if isinstance(v, Ref) else SAME for v in values]
 
     def state_of(self, ref: Ref) -> Dependence:
@@ -121,7 +122,7 @@ class Derivation:
         if not self._doubt and (step.func is not other.func or len(step.outputs) != len(other.outputs)):
             self._doubt = f"{node.name} takes another path for another number of rows"
         if not step.outputs:
-            reads = step.func._schema.name.endswith(_READS) and not self._doubt
+            reads = step.func._schema.name.endswith(_READS) and not self._doubt and not _is_guarded(node)
             if reads and any(self.state_of(r) != SAME for r in tree_leaves(step.args) if isinstance(r, Ref)):
                 self._doubt = f"{node.name} reads a value of the batch"
             return
@@ -197,6 +198,11 @@ class Derivation:
             (ref.storage, _elements(ref))
         )
         return found or self._tensors.get((ref.storage, ref.place))
+
+
+def _is_guarded(node: fx.Node) -> bool:
+    """Whether a number is read for a decision only that is baked in: another outcome is an error, not a number."""
+    return bool(node.users) and all(user.target is guard or _is_guarded(user) for user in node.users)
 
 
 def _by_micro_batch(traced: Traced, whole: Record, part: Record, opaque: Container[str]) -> str:

@@ -121,17 +121,17 @@ class Recorder(fx.Interpreter):
         return tree_map(lambda v: self._ref(v) if isinstance(v, torch.Tensor) else v, value)
 
     def _ref(self, tensor: torch.Tensor) -> Ref:
-        known = self._by_object.get(id(tensor))
-        if known is not None and known.shape == tuple(tensor.shape):
+        known, shape = self._by_object.get(id(tensor)), () if tensor.is_nested else tuple(tensor.shape)
+        if known is not None and known.shape == shape:
             return known
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         storage = storage_key(tensor) if strided else id(tensor)
         stride = (tensor.storage_offset(), *tensor.stride()) if strided else ()
-        place = (*stride, tuple(tensor.shape), tensor.dtype)
+        place = (*stride, shape, tensor.dtype)
         # Autograd may hand on a view as another object: the same place in the same memory is the same value.
         value = self._by_place.setdefault((storage, place), len(self._by_place))
         self._kept.append(tensor)
-        found = Ref(value, storage, place, tuple(tensor.shape), tensor.dtype)
+        found = Ref(value, storage, place, shape, tensor.dtype)
         self._by_object[id(tensor)] = found
         return found
 

@@ -53,12 +53,17 @@ def _first(pair: Pair) -> Dependence:
     for kind in (Mixed, Unknown):
         odd = next((s for s in states if isinstance(s, kind)), None)
         if odd is not None:
-            return odd
+            return Unknown("it says where rows are") if _places_numbers(pair) else odd
     if pair.name in RULES:
         return RULES[pair.name](pair)
     if torch.Tag.pointwise in pair.func.tags:
         return pointwise(pair)
     return Unknown(f"nothing is known of {pair.name}")
+
+
+def _places_numbers(pair: Pair) -> bool:
+    """``inverse[permutation] = arange(n)``: whole numbers, to find rows again with."""
+    return pair.name in ("index_put", "index_put_") and not pair.outputs[0].dtype.is_floating_point
 
 
 # -- constants ---------------------------------------------------------------------------------------------------

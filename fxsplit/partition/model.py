@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -140,8 +141,9 @@ def _values(model: nn.Module, traced: Traced, unit_of: Mapping[str, int]) -> tup
         if fact.random or fact.stateful or fact.buffers or _may_do_more(model, traced, node):
             effects.append(home)
     _keep_in_order(sorted(set(effects)), before)
-    for units in gradients.values():
-        if len(units) > 2:
+    given = {_tensor_of(n, facts) for n in traced.graph.output_node().all_input_nodes}  # the loss gives them one more
+    for tensor, units in gradients.items():
+        if len(units) + (tensor in given) > 2:
             _keep_in_order(sorted(set(units)), before)
     return tuple(values), tuple(tuple(sorted(earlier)) for earlier in before)
 
@@ -161,7 +163,9 @@ def _tensor_of(node: fx.Node, facts: Mapping[str, NodeFacts]) -> str:
 
 def _contributions(node: fx.Node, operand: fx.Node) -> int:
     """How many gradients of `operand` come from `node`, or more: a module may use its argument several times."""
-    if node.op == "call_module":
+    if node.op == "call_module" or isinstance(
+        node.target, types.FunctionType
+    ):  # of Python, it may use it again
         return 2
     count = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +13,9 @@ from torch import nn
 from ..arguments import explained
 from ..compat import tree_leaves, tree_map
 from ..errors import ArgumentError
-from ..state import preserved
-from .losses import CRITERION, LossInParts, split_target, weighed
+from .losses import CRITERION, LossInParts, beside, split_target, weighed
 from .reductions import LossFn, reduction_of
+from .said import compare, gradients_of, loss_of_the_whole, what_counts
 from .scattered import Scattered
 
 
@@ -33,8 +32,9 @@ class Criterion(nn.Module):
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)`` where the target is None. A module is a child of
             this one.
         reduction: ``"mean"`` over rows, ``"sum"``, or ``"none"`` (a loss for each row, rows first), of a `loss_fn` that
-            is none of PyTorch's; those are known. What is said is compared once with the loss of the gathered output, in
-            the first call with several parts, unless the loss draws random numbers.
+            is none of PyTorch's; those are known. What is said is compared with the loss of the gathered output, in value and
+            gradients, in the first call with several parts, and whenever other numbers of targets are zero or negative,
+            unless the loss draws random numbers.
 
     Raises:
         ArgumentError: `loss_fn` is not callable, or `reduction` is not its own.
@@ -52,7 +52,7 @@ class Criterion(nn.Module):
             raise ArgumentError("loss_fn is a Criterion already", remedy="use that, or its loss_fn")
         reduction_of(loss_fn, reduction, CRITERION.words)
         self.loss_fn, self.reduction = loss_fn, reduction
-        self._compared = False
+        self._compared: tuple[Any, ...] = ()
 
     @explained(
         ArgumentError, "criterion(output, target); give the rest to the loss: nn.CrossEntropyLoss(weight=w)"
@@ -74,7 +74,9 @@ class Criterion(nn.Module):
         """
         if not isinstance(output, Scattered):
             target = target.gather() if isinstance(target, Scattered) else target
-            found: torch.Tensor = self.loss_fn(output) if target is None else self.loss_fn(output, target)
+            found: torch.Tensor = (
+                self.loss_fn(output) if target is None else self.loss_fn(output, beside(output, target))
+            )
             return found
         targets = _targets(output, target)
         reduction = reduction_of(self.loss_fn, self.reduction, CRITERION.words)
@@ -84,9 +86,11 @@ class Criterion(nn.Module):
         moved = [tree_map(_to(d), t) for d, t in zip(output.devices, targets, strict=bool(targets))]
         losses = [_loss_of(replace(loss, targets=moved), i, output) for i in range(len(output))]
         whole = loss.whole(losses)
-        if reduction.over == "said" and len(output) > 1 and not self._compared:
-            self._compare(loss, losses, whole.detach(), output, target)
-            self._compared = True
+        if reduction.over == "said" and len(output) > 1:
+            counts = what_counts(targets, output.sizes)
+            if counts != self._compared:
+                self._compare(loss, losses, whole, output, target)
+                self._compared = counts
         return whole
 
     def _compare(
@@ -98,38 +102,16 @@ class Criterion(nn.Module):
         target: Any,
     ) -> None:
         """Whether the loss of the whole batch is what was made of the parts."""
-        none = loss.reduction.how == "none"
-        cuda = sorted({d.index or 0 for d in output.devices if d.type == "cuda"})
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(devices=cuda))
-            if isinstance(self.loss_fn, nn.Module):
-                stack.enter_context(preserved(self.loss_fn))
-            before = _random_states(cuda)
-            gathered = output.detach().gather()
-            if target is None:
-                expected = self.loss_fn(gathered)
-            else:
-                whole = target.gather() if isinstance(target, Scattered) else target
-                expected = self.loss_fn(gathered, tree_map(_to(output.devices[0]), whole))
-            if any(not torch.equal(a, b) for a, b in zip(before, _random_states(cuda), strict=True)):
-                return  # other random numbers, another loss
-        if not none and isinstance(expected, torch.Tensor) and expected.numel() == 1:
-            expected = expected.reshape(())
-        sizes = [part.detach().abs() for part in losses if part.numel()]
-        scale = max((float(s.max()) for s in sizes), default=0.0) if none else sum(map(float, sizes))
-        kinds = [t.dtype for t in (*tree_leaves(gathered), found) if _is_float(t)]
-        if isinstance(expected, torch.Tensor) and expected.shape == found.shape:
-            atol = max(map(_digits, kinds), default=0.0) * (scale if scale < float("inf") else 0.0)
-            if torch.allclose(expected.to(found), found, rtol=0.0, atol=atol, equal_nan=True):
-                return
-        raise ArgumentError(
-            f"{loss.reduction.name} is said to be a {loss.reduction.how}, and its parts make {_show(found)} of it, but of "
-            f"the whole batch it is {_show(expected)}",
-            where=repr(output),
-            remedy='a loss that is a sum over rows, with reduction="sum", divided outside by what counts in the batch, such '
-            "as criterion(output, target) / (target != -100).sum(); or " + CRITERION.whole,
-        )
+        whole = target.gather() if isinstance(target, Scattered) else target
+        moved = tree_map(_to(output.devices[0]), whole)
+        expected = loss_of_the_whole(self.loss_fn, output.gather(), moved, output.devices)
+        if expected is None:
+            return
+        leaves = [
+            t for part in output for t in tree_leaves(part) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        gradients = gradients_of(found, leaves), gradients_of(expected, leaves)
+        compare(loss.reduction, losses, found, expected, gradients, repr(output), CRITERION.whole)
 
     def extra_repr(self) -> str:
         name = (
@@ -197,27 +179,3 @@ def _check_even(output: Scattered) -> None:
             f"the rows of the parts have unequal numbers of elements: {', '.join(str(tuple(s)) for s in shapes)}",
             remedy='reduction="sum" in the loss, divided outside by what counts',
         )
-
-
-def _random_states(cuda: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in cuda)]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _digits(kind: torch.dtype) -> float:
-    """What rounding may make of a sum of many terms."""
-    eps = torch.finfo(kind).eps
-    return min(8 * eps, 0.1) if eps > 1e-4 else 1e-4 if eps > 1e-10 else 1e-9
-
-
-def _show(loss: Any) -> str:
-    if not isinstance(loss, torch.Tensor):
-        return f"a {type(loss).__name__}"
-    return (
-        f"{loss.item():.6g}"
-        if loss.numel() == 1
-        else f"{[round(v, 6) for v in loss.flatten().tolist()[:6]]} of shape {tuple(loss.shape)}"
-    )

@@ -75,7 +75,7 @@ class LossInParts:
             ArgumentError: `loss_fn` did not return a single number, or not one for each row; or output and target do
                 not line up.
         """
-        target = (self.targets[part],) if self.targets else ()
+        target = (beside(output, self.targets[part]),) if self.targets else ()
         _check_aligned(self.reduction, output, *target)
         if len(self.rows) > 1:
             _check_layout(self.reduction, output)
@@ -100,6 +100,15 @@ class LossInParts:
         if self.reduction.how == "none":
             return torch.cat([losses[0], *moved])
         return sum(moved, losses[0])
+
+
+def beside(output: Any, target: Any) -> Any:
+    """The target on the device of the output, wherever a loader has put it; as it is, if outputs are on several."""
+    devices = {leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+    if len(devices) != 1:
+        return target
+    (device,) = devices
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, target)
 
 
 def in_parts(

@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from ..compat import plain_tensors
+
 
 class OrderedSum:
     """A sum whose terms arrive in any order, from any thread, and are added in the order of their index.
@@ -36,9 +38,11 @@ class OrderedSum:
         if self._sum is None:
             self._sum = term
         elif self._owned and not self._sum.is_sparse:
-            self._sum += term
+            with plain_tensors():
+                self._sum += term
         else:
-            self._sum, self._owned = self._sum + term, True
+            with plain_tensors():  # as autograd adds them, whatever class they have
+                self._sum, self._owned = self._sum + term, True
 
     def total(self) -> torch.Tensor | None:
         """The sum of all terms; None where there was none.

@@ -85,6 +85,7 @@ class Circumstances:
         shared: what modules of several stages can see.
         watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
+        rows: of a micro-batch's inputs, for messages; None where there is no batch.
         asked: whether to compare what forward asked of values when it was captured.
     """
 
@@ -100,6 +101,7 @@ class Circumstances:
     shared: Sequence[Shared] = ()
     watched: frozenset[int] = frozenset()
     anomaly: str | None = None
+    rows: Callable[[Sequence[torch.Tensor]], int | None] = lambda inputs: None
     asked: bool = False
 
 
@@ -143,6 +145,7 @@ class Call:
         self.left: list[threading.Thread] = []
         self.weight_halves: dict[tuple[int, int], _WeightHalf] = {}
         self.gradients: dict[tuple[str, int], list[torch.Tensor | None]] = {}
+        self.same: dict[tuple[str, int], str] = {}  # a value that is the same tensor as another one → that
         self.parameter_gradients: dict[tuple[str, int], torch.Tensor | None] = {}
         self.chains = parameter_chains(program)
         self.sums: dict[str, OrderedSum] = {}
@@ -184,7 +187,10 @@ class Call:
             keep_graph: whether this call may be played backward again.
         """
         self.keep_graph = keep_graph
-        self.gradients = {(name, i): [g] for i, row in enumerate(gradients) for name, g in row.items()}
+        self.gradients = {}
+        for i, row in enumerate(gradients):
+            for name, gradient in row.items():
+                self._receive(name, i, [gradient])
         self.parameter_gradients = {}
         self.sums = {fqn: OrderedSum(len(self.chunks)) for fqn in self.parameters}
         self.meetings.again()
@@ -284,7 +290,8 @@ class Call:
         i, last = action.micro_batch, self.program.stages[-1]
         taken = {v: self._at_home(v, self._take(v, i, last.index)) for v in sorted(self.results)}
         gradients = loss.gradients(i, len(self.program.stages), taken)
-        self.gradients.update(((v, i), row) for v, row in gradients.items())
+        for v, row in gradients.items():
+            self._receive(v, i, row)
 
     # -- actions -----------------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class Call:
         stage, i = self.program.stages[action.stage], action.micro_batch
         replica = self._replica(action)
         with self._random_numbers(stage, i), torch.set_grad_enabled(self.how.grad):
-            inputs = {name: self._take(name, i, stage.index) for name in stage.inputs}
+            inputs = self._inputs(stage, i)
             norms, norms_again = self._norms(stage, i)
             with (
                 recomputation(
@@ -314,16 +321,21 @@ class Call:
                         replica.module, inputs.values(), self.how.anomaly, asked=self.how.asked
                     )
             outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
+            for leaf in tree_leaves(
+                result
+            ):  # of a view that was written in place, autograd makes it when it is asked
+                _ = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
             if self.how.grad:
                 moved = {id(tensor): arrived for tensor, arrived in crossings}
                 leaves = {name: tree_leaves(v) for name, v in inputs.items()}
-                self.records[action.stage, i] = _Record(
+                self.records[action.stage, i] = record = _Record(
                     inputs={
                         name: [moved.get(id(leaf), leaf) for leaf in row] for name, row in leaves.items()
                     },
                     homes={name: [_home(leaf) for leaf in row] for name, row in leaves.items()},
                     outputs={name: tree_leaves(v) for name, v in outputs.items()},
                 )
+                self._note_aliases(record, i)
             for name, value in outputs.items():
                 self._publish(name, i, value)
 
@@ -381,12 +393,18 @@ class Call:
                     self.lanes.uses(stage.index, i, (gradient,))
 
         for name, leaves in record.outputs.items():
-            seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
+            if self._tensor(name, i) == name:
+                seed(leaves, self.gradients.pop((name, i), [None] * len(leaves)))
         # Gradients from later readers enter here, so that autograd adds this stage's to them, in the order
         # of the unsplit model.
+        tensors: dict[str, None] = {}
         for name, leaves in record.inputs.items():
-            seed(leaves, self.gradients.get((name, i), [None] * len(leaves)))
-            part.leaves += [leaf for leaf in leaves if _has_grad(leaf)]
+            tensor = self._tensor(name, i)
+            if tensor not in tensors:
+                seed(leaves, self.gradients.get((tensor, i), [None] * len(leaves)))
+            tensors[tensor] = None
+            known = {id(leaf) for leaf in part.leaves}
+            part.leaves += [leaf for leaf in leaves if _has_grad(leaf) and id(leaf) not in known]
         for fqn, parameter in part.shared.items():
             seed([parameter], [self.parameter_gradients.pop((fqn, i), None)])
         return part
@@ -399,13 +417,21 @@ class Call:
     ) -> None:
         """Give the gradients to those who wait for them. That of a parameter is taken by the first micro-batch."""
         stage, i = part.stage, part.micro_batch
+        handed: set[int] = set()
+        new: dict[str, None] = {}
         for name, leaves in part.record.inputs.items():
+            if leaves and all(id(leaf) in handed for leaf in leaves):
+                continue  # another name of the same leaf
+            handed |= {id(leaf) for leaf in leaves}
             gradients = [found[id(leaf)] if _has_grad(leaf) else None for leaf in leaves]
             homes = part.record.homes[name]
-            self.gradients[name, i] = [
+            row = [
                 g if g is None or d is None else self.lanes.move(g, d)
                 for g, d in zip(gradients, homes, strict=True)
             ]
+            tensor = self._tensor(name, i)
+            self.gradients[tensor, i] = _sum(self.gradients[tensor, i], row) if tensor in new else row
+            new[tensor] = None
         for fqn, leaf in part.shared.items():
             gradient = found.pop(id(leaf), None)
             if self.chains[fqn][0] == stage.index:
@@ -454,6 +480,35 @@ class Call:
         return stage.index in self.halved and not recomputed and not stage.rng_state
 
     # -- values ------------------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, i: int) -> str:
+        """The value under whose name the gradient of this one goes: of several names of one tensor the first."""
+        return self.same.get((name, i), name)
+
+    def _note_aliases(self, record: _Record, i: int) -> None:
+        """Which of the values that a stage gives are one tensor, in this micro-batch."""
+        if not self.program.aliases:
+            return
+        known: dict[int, str] = {}
+        for name, leaves in (*record.inputs.items(), *record.outputs.items()):
+            if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor):
+                first = known.setdefault(id(leaves[0]), self._tensor(name, i))
+                if first != name and name in self.program.aliases:
+                    self.same[name, i] = first
+
+    def _inputs(self, stage: Stage, i: int) -> dict[str, Any]:
+        """The inputs of a stage; several names of one tensor are one leaf."""
+        taken: dict[str, Any] = {}
+        inputs = {}
+        for name in stage.inputs:
+            value = self._take(name, i, stage.index)
+            inputs[name] = taken.setdefault(self._tensor(name, i), value)
+        return inputs
+
+    def _receive(self, name: str, i: int, row: list[torch.Tensor | None]) -> None:
+        """Gradients of an output of the model, before anybody else's."""
+        key = self._tensor(name, i), i
+        self.gradients[key] = _sum(self.gradients[key], row) if key in self.gradients else row
 
     def _publish(self, name: str, i: int, value: Any) -> None:
         """Make a value readable for later stages: detached, and marked with whether it needs a gradient."""
@@ -528,6 +583,11 @@ class Call:
             if self.seed is not None:
                 self.seed.settle()
 
+    def _rows(self, action: Action) -> str:
+        """How many rows it has, where micro-batches are cut."""
+        rows = self.how.rows(self.chunks[action.micro_batch])
+        return f" ({rows} row{'s' * (rows != 1)})" if rows else ""
+
     @contextlib.contextmanager
     def _errors_say_where(self, action: Action) -> Iterator[None]:
         try:
@@ -541,13 +601,20 @@ class Call:
             replica = f"replica {action.micro_batch % count} of {count}, " if count > 1 else ""
             error.add_note(
                 f"fxsplit: in the {what} of stage {action.stage} ({span or 'the model'}, on {self._device(action)}), "
-                f"{replica}micro-batch {action.micro_batch} of {len(self.chunks)}, action {action}{users_line(error)}"
+                f"{replica}micro-batch {action.micro_batch} of {len(self.chunks)}{self._rows(action)}, "
+                f"action {action}{users_line(error)}"
             )
             raise
 
 
 def _home(leaf: Any) -> torch.device | None:
     return leaf.device if isinstance(leaf, torch.Tensor) else None
+
+
+def _sum(
+    first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
 
 
 def _has_grad(leaf: Any) -> bool:

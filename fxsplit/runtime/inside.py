@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from ..compat import TreeSpec, tree_leaves, tree_unflatten
-from ..replicate.losses import LossInParts
+from ..compat import TreeSpec, tree_leaves, tree_map, tree_unflatten
+from ..microbatch import Merge, merged
+from ..replicate.losses import STEP, LossInParts
+from ..replicate.said import compare, gradients_of, loss_of_the_whole
 from ..rng import BaseSeed, Stream
 from .loss import leaves_of
 
@@ -30,6 +32,7 @@ class LossInside:
     Attributes:
         losses: micro-batch → its weighted loss, detached.
         values: micro-batch → flat outputs, detached.
+        of_outputs: micro-batch → the gradients of its flat outputs, where `keeps` asks for them.
         differentiable: whether any of the losses depends on something that requires a gradient.
     """
 
@@ -44,6 +47,8 @@ class LossInside:
         self.loss, self.outputs, self.out_spec, self.around = loss, outputs, out_spec, around
         self.losses: dict[int, torch.Tensor] = {}
         self.values: dict[int, list[Any]] = {}
+        self.of_outputs: dict[int, list[torch.Tensor | None]] = {}
+        self.keeps = False
         self.differentiable = False
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
         self._turns = threading.Lock()
@@ -78,12 +83,38 @@ class LossInside:
             self.losses[i] = part.detach()
             self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
             self.differentiable = self.differentiable or part.requires_grad
+            if self.keeps:
+                self.of_outputs[i] = [found.get(id(leaf)) for leaf in flat]
         return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
 
     def _seed_of(self, i: int, stages: int) -> int:
         if self._seed is None:
             self._seed = BaseSeed()
         return self._seed.of(i, stages)
+
+    def check_said(self, merges: Sequence[Merge], target: Any) -> None:
+        """Compare a loss whose reduction the user says with the loss of the whole batch.
+
+        Raises:
+            ArgumentError: it is another one, in value or gradients.
+        """
+        order = range(len(self.losses))
+        with torch.enable_grad():
+            rows = [[_leaf(v) for v in self.values[i]] for i in order]
+            flat = merged(merges, list(zip(*rows, strict=True)), self.loss.rows)
+            output = tree_unflatten(flat, self.out_spec)
+            home = next((v.device for v in flat if isinstance(v, torch.Tensor)), torch.device("cpu"))
+            moved = tree_map(lambda t: t.to(home) if isinstance(t, torch.Tensor) else t, target)
+            with self.around():
+                expected = loss_of_the_whole(self.loss.loss_fn, output, moved, [home])
+            if expected is None:
+                return
+            places = [(i, k) for i in order for k, v in enumerate(rows[i]) if _has_grad(v)]
+            wanted = gradients_of(expected, [rows[i][k] for i, k in places])
+        found = [self.of_outputs[i][k] for i, k in places]
+        half = [None if g is None else g * 0.5 for g in found]  # as `gradient_for` begins
+        losses = [self.losses[i] for i in order]
+        compare(self.loss.reduction, losses, self.total(), expected, (half, wanted), "in a step", STEP.whole)
 
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""
@@ -98,6 +129,12 @@ class LossInside:
             if terms:
                 sums.append((tensor, sum(terms[1:], terms[0])))
         return sums
+
+
+def _leaf(value: Any) -> Any:
+    """A flat output as a leaf of a graph of its own."""
+    floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.detach().requires_grad_() if floats else value
 
 
 def _has_grad(leaf: Any) -> bool:

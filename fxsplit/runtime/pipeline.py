@@ -28,12 +28,14 @@ from ..microbatch import Merge, shown
 from ..place import gathered
 from ..plan import Plan
 from ..proof.numerics import verify_numerics
+from ..proof.plan import in_micro_batches, verify_sizes
 from ..proof.structure import RULES, verify_structure
 from ..rebind import rebound
 from ..replicate.criterion import Criterion
 from ..replicate.losses import LossInParts, check_loss_fn, in_parts
 from ..replicate.reductions import LossFn
 from ..replicate.replicas import Replica, Replicas, plain_replicas
+from ..replicate.said import what_counts
 from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
@@ -49,6 +51,7 @@ from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks, has_hooks
 from .inside import LossInside
 from .kept import kept_by_device
+from .model_face import handed_on, says_what_it_takes
 from .reentry import check_not_inside, computing_for
 from .step import call_merged, step_inside, step_outside, wants_merged
 from .watch import Watch
@@ -80,8 +83,10 @@ class Pipeline(nn.Module):
     other_mode: Pipeline | None
     _lock: threading.RLock
     _serial: bool
+    _said: Any
     _crew: Crew
     _watch: Watch
+    _read_on: list[set[torch.device]]
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
@@ -112,16 +117,21 @@ class Pipeline(nn.Module):
         own.update(plan=plan, traced=traced, assignment=assignment, program=program)
         own.update(example=list(example), dims=dims, merges=list(merges), other_mode=other_mode)
         lock = threading.RLock() if other_mode is None else other_mode._lock
-        own.update(_lock=lock, _serial=False, _reducers=Reducers(), _compiler=None)
+        own.update(_lock=lock, _serial=False, _said=None, _reducers=Reducers(), _compiler=None)
         own["_kind"] = _floating_type(model)
         own.update(
             _crew=Crew(model, plan, program, None if other_mode is None else other_mode._crew),
             _watch=Watch(model, traced, program),
         )
+        own["_read_on"] = [
+            {torch.device(d) for s in program.stages if name in s.inputs for d in assignment.rows[s.index]}
+            for name in program.inputs
+        ]
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
 
+    @says_what_it_takes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch; differentiable, whatever the loss outside.
 
@@ -155,7 +165,7 @@ class Pipeline(nn.Module):
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[int]]:
         """The flat inputs, those of each micro-batch, and its rows."""
         check_not_inside(self._lock, self.plan.schedule_name)
-        inputs = self.traced.signature.flatten(args, kwargs)
+        inputs = self._placed(self.traced.signature.flatten(args, kwargs))
         self._watch.asked.check(inputs)
         chunks, rows = self.micro_batches(inputs)
         self._refuse_tangents(inputs)
@@ -166,6 +176,14 @@ class Pipeline(nn.Module):
                 remedy="compile with an example that both modes take (batch normalisation wants 2 rows)",
             )
         return inputs, chunks, rows
+
+    def _placed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs where the program reads them: where the example was, or already where all its readers are.
+
+        What is moved here is moved in the caller's autograd graph: its gradient goes back to the caller's device.
+        """
+        slots = zip(inputs, self.traced.signature.arguments, self._read_on, strict=True)
+        return [x if x.device == a.device or read <= {x.device} else x.to(a.device) for x, a, read in slots]
 
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
         every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
@@ -239,6 +257,7 @@ class Pipeline(nn.Module):
             watched=watched,
             anomaly=self.plan.detect_anomaly,
             asked=asked,
+            rows=self.dims.batch_size,
         )
         return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
 
@@ -311,7 +330,7 @@ class Pipeline(nn.Module):
                     if isinstance(loss_fn, Criterion):
                         reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
                     loss_of = in_parts(loss_fn, target, rows, reduction, merges)
-                    return self.active._step_inside(inputs, chunks, rows, loss_of)
+                    return self.active._step_inside(inputs, chunks, rows, loss_of, target)
             with self._lock:
                 self.active._watch.use_current_modules()
             with buffers_as_before(written_buffers(self.active.program, self.model)):
@@ -325,6 +344,7 @@ class Pipeline(nn.Module):
         chunks: list[list[torch.Tensor]],
         rows: list[int],
         loss_of: LossInParts,
+        target: Any,
     ) -> tuple[torch.Tensor, Any]:
         with self._lock:
             self._watch.use_current_modules()
@@ -338,10 +358,29 @@ class Pipeline(nn.Module):
                 buffers_as_before(written_buffers(self.program, self.model)),
                 self._crew.anew_after_failure(call),
             ):
-                outputs = step_inside(runner, loss, [*inputs, *parameters.values()])
+                check = self._said_of(loss, target)
+                outputs = step_inside(runner, loss, [*inputs, *parameters.values()], check)
             if new is not None:
                 self._watch.asked.passed(new)
         return loss.total(), tree_unflatten(outputs, self.traced.out_spec)
+
+    def _said_of(self, loss: LossInside, target: Any) -> Callable[[], None]:
+        """What compares a loss whose reduction the user says, where it has not been compared for such targets yet."""
+        parts = loss.loss
+        key = (
+            getattr(parts.loss_fn, "__code__", parts.loss_fn),
+            parts.reduction.how,
+            what_counts(parts.targets, parts.rows),
+        )
+        if parts.reduction.over != "said" or key == self._said:
+            return lambda: None
+        loss.keeps = True
+
+        def check() -> None:
+            loss.check_said(self.merges, target)
+            self.__dict__["_said"] = key
+
+        return check
 
     def criterion(self, loss_fn: LossFn, reduction: str | None = None) -> Criterion:
         """A loss of ``pipe(x)`` that is that of the whole batch, computed where the parts of the output are.
@@ -483,17 +522,47 @@ class Pipeline(nn.Module):
                     pipe._watch.use_current_modules()
                     verify_structure(self.model, pipe.traced, pipe.program)
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
-            homes = {torch.empty(0, device=d).device for d in self.devices} | {x.device for x in self.example}
-            if len(homes) == 1:
-                now = self.active
-                with torch.set_grad_enabled(now.traced.assumptions.grad):
-                    verify_numerics(self.model, now.traced, now.run_whole, self._example_now())
+            now, example = self.active, self._example_now()
+            beside = now._beside_example()
+            with torch.set_grad_enabled(now.traced.assumptions.grad):
+                verify_numerics(beside.model, beside.traced, now.run_whole, example, of=self.model)
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
                 )
-            else:
-                lines.append(f"numbers: not compared, because the parameters are on {len(homes)} devices")
+                if now.dims.batch_size(example) and self.plan.micro_batches > 1:
+                    verify_sizes(
+                        beside.model, beside.traced, now.dims, now.micro_batches(example)[1], example
+                    )
+                    if now.verify_micro_batches(example):
+                        lines.append(
+                            "micro-batches: the same, for the model on one micro-batch after the other"
+                        )
         return "\n".join(lines)
+
+    def verify_micro_batches(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Compare with the model on the same micro-batches, one after the other.
+
+        Returns:
+            False if they are not comparable: random numbers, or statistics of the whole batch.
+
+        Raises:
+            VerifyError: names the first value that differs.
+        """
+        _, rows = self.micro_batches(inputs)
+        plan = self.plan
+        random = any(stage.random for stage in self.stages) and self.model.training
+        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.rounds(len(rows)):
+            return False
+        beside = self._beside_example()
+        replicas = plain_replicas(self.program)
+
+        def split(values: Sequence[torch.Tensor]) -> list[Any]:
+            flat, _ = self._run(values, self.dims.split(values, rows), rows, gather=True, replicas=replicas)
+            return flat[0]
+
+        whole = in_micro_batches(beside.model, beside.traced, self.dims, self.merges, rows)
+        verify_numerics(beside.model, beside.traced, split, inputs, whole, of=self.model)
+        return True
 
     def report(self) -> str:
         """The stage table: what each stage has and costs, how far from the best the cut can be, and the predicted bubble."""
@@ -597,6 +666,16 @@ class Pipeline(nn.Module):
         return f"{len(self)} stages, {self.plan!r}"
 
     # -- the model's own behaviour ---------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the pipeline's own is the model's: ``config``, ``dtype``, a child module.
+
+        Raises:
+            NoAttributeError: the model does not have it, or it is a method that computes with the unsplit model.
+        """
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        return handed_on(self.__dict__.get("model"), name)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""

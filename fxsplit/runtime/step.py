@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compat import tree_map
-from ..replicate.losses import check_loss
+from ..replicate.losses import beside, check_loss
 from ..replicate.reductions import LossFn
 from .autograd import Runner
 from .inside import LossInside
@@ -19,18 +19,23 @@ from .loss import check_differentiable
 _MERGED = threading.local()  # the pipeline, by its lock, whose merged output this thread asks for
 
 
-def step_inside(runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor]) -> list[Any]:
+def step_inside(
+    runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor], check: Callable[[], None]
+) -> list[Any]:
     """Play the whole schedule and add gradients to ``.grad``.
 
     Args:
-        leaves: the inputs and parameters that the runner gives gradients of, in its order.
+        leaves: the inputs and parameters that the runner gives gradients of, in its order; one may be there twice.
+        check: called before anything is added.
 
     Returns:
         The flat outputs of the whole batch; `loss` has the losses.
     """
     gradients = runner.step(loss)
-    found = {id(t): (t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None}
-    for tensor, gradient in loss.sums():
+    check()
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    given = ((t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None)
+    for tensor, gradient in (*given, *loss.sums()):
         known = found.get(id(tensor))
         found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
     # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be
@@ -49,7 +54,7 @@ def step_outside(
 ) -> tuple[torch.Tensor, Any]:
     """Forward, the loss of the merged output, and its backward: the loss and the output, detached."""
     output = forward(*args, **kwargs)
-    loss = check_loss(loss_fn(output) if target is None else loss_fn(output, target))
+    loss = check_loss(loss_fn(output) if target is None else loss_fn(output, beside(output, target)))
     check_differentiable(loss.requires_grad)
     torch.autograd.backward(loss)
     return loss.detach(), tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, output)

@@ -327,6 +327,7 @@ def _facts(fact: NodeFacts) -> dict[str, Any]:
         "buffers": list(fact.buffers),
         "stateful": fact.stateful,
         "returns": fact.returns,
+        "alias": fact.alias,
         "random": fact.random,
         "rng_state": fact.rng_state,
     }

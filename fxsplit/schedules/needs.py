@@ -26,8 +26,20 @@ def dependencies(
     """
     made_by, readers = program.producers(), program.readers()
     chains = [(made_by[v], *readers[v]) for v in made_by if made_by[v] >= 0]
-    one_way = [readers[v] for v in made_by if made_by[v] < 0] + list(parameter_chains(program).values())
+    one_way: list[Sequence[int]] = [readers[v] for v in made_by if made_by[v] < 0]
+    one_way += list(parameter_chains(program).values())
+    one_way += _chains_of_aliases(program, made_by, readers)
     return needs_of(len(program.stages), chains, one_way, in_turn=in_turn, again_in_turn=again_in_turn)
+
+
+def _chains_of_aliases(
+    program: Program, made_by: Mapping[str, int], readers: Mapping[str, Sequence[int]]
+) -> list[list[int]]:
+    """Where one tensor crosses cuts under several names, the stages that read any of them."""
+    groups: dict[str, set[int]] = {}
+    for name, first in program.aliases.items():
+        groups.setdefault(first, {*readers.get(first, ())}).update(readers.get(name, ()))
+    return [[s for s in (made_by[first], *sorted(group)) if s >= 0] for first, group in groups.items()]
 
 
 def turns_of(

@@ -12,20 +12,55 @@ from torch import fx, nn
 from ..compat import TreeSpec, transforms_left, tree_flatten
 from ..errors import TraceError
 from ..ir import Source
+from ..state import attributes_of, changed_attributes, restore_attributes
 from .capture import Capture, Request, refuse_bad_example
-from .refusal import CannotInlineError
+from .refusal import CannotInlineError, WritesAttributeError
 from .source import error_line
 from .tracer import ValueTracer
 
 
 def as_eager(request: Request) -> Capture:
     """The model as it runs without a compiler."""
-    return _run(request, request.model.forward, ValueTracer(request.model, request.kept))
+    return _settled(request, says_compiling=False)
 
 
 def as_compiled(request: Request) -> Capture:
     """The same while ``torch.compiler.is_compiling()`` is true: libraries leave out shortcuts that depend on values."""
-    return _run(request, request.model.forward, ValueTracer(request.model, request.kept, says_compiling=True))
+    return _settled(request, says_compiling=True)
+
+
+def _settled(request: Request, *, says_compiling: bool) -> Capture:
+    """The capture; of the second call, where the first one writes attributes that later calls leave alone.
+
+    Models of transformers find out in the first call which problem they are for, and write it into ``self.config``.
+    That later calls compute the same is compared before a graph is accepted.
+    """
+
+    def once() -> Capture:
+        tracer = ValueTracer(request.model, request.kept, says_compiling=says_compiling)
+        return _run(request, request.model.forward, tracer)
+
+    try:
+        return once()
+    except TraceError as error:
+        if not isinstance(error.__cause__, WritesAttributeError) or not _settles(request):
+            raise
+        return once()
+
+
+def _settles(request: Request) -> bool:
+    """Call the model: whether a further call writes no attribute any more. If not, they are as before."""
+    model = request.model
+    before = attributes_of(model)
+    with torch.no_grad():
+        for _ in range(2):
+            written = attributes_of(model)
+            args, kwargs = request.arguments()
+            model.forward(*args, **kwargs)
+    if not changed_attributes(model, written):
+        return True
+    restore_attributes(model, before)
+    return False
 
 
 class GivenTracer:

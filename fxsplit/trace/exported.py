@@ -62,13 +62,15 @@ def _export(request: Request, *, strict: bool) -> Capture:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
             module = program.module(check_guards=True)
+        return _Adopter(request, module, program.range_constraints).capture()
+    except TraceError:
+        raise
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
             f"torch.export.export(strict={strict}) cannot capture {type(request.model).__name__}: "
             f"{type(error).__name__}: {text}"
         ) from error
-    return _Adopter(request, module, program.range_constraints).capture()
 
 
 def _refuse_side_effects(request: Request) -> None:
@@ -118,15 +120,13 @@ class _Adopter:
 
     def capture(self) -> Capture:
         """The graph under the model's FQNs."""
-        arguments = iter(self.request.signature.arguments)
-        leaves: list[Any] = []
-        for i in range(len(self.request.signature.names)):
-            if i in self.request.signature.constants:
-                leaves.append(self.request.signature.constants[i])
-            else:
-                name = next(arguments).placeholder
-                leaves.append(self.graph.create_node("placeholder", name, name=name))
-                leaves[-1].meta.update(module_path="", source=None, child_call=0)
+        signature = self.request.signature
+        for name in (argument.placeholder for argument in signature.arguments):
+            node = self.graph.create_node("placeholder", name, name=name)
+            node.meta.update(module_path="", source=None, child_call=0)
+        args, kwargs = signature.unflatten(list(self.graph.nodes))
+        # an exported graph takes what the example gave, and knows nothing of what it left to its default
+        leaves, _ = tree_flatten(dict(signature.signature.bind(*args, **kwargs).arguments))
         self._sizes(leaves, self.ranges)
         results = self._copy(self.module, leaves)
         flat, out_spec = tree_flatten(unflatten_outputs(self.module.graph, results))

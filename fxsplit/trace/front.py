@@ -28,6 +28,7 @@ from .exported import exported, exported_strictly
 from .facts import find_facts
 from .modes import Modes, OthersFlagError, in_both_modes
 from .naming import with_the_users_names
+from .one_row import but_for_one_row, one_row, refused_for_one_row
 from .refusal import BY_VALUE
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
@@ -91,6 +92,7 @@ def trace(
                     if check:
                         with torch.set_grad_enabled(request.grad):
                             accept(model, traced, inputs, dims)
+                            traced = _for_one_row_too(request, name, captures, traced, dims)
                     traced = replace(traced, refused={n: e.what for n, e in refused.items()})
                     return _for_any_grad_mode(traced, request)
                 except BakedInError as error:
@@ -247,6 +249,31 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
     return replace(found[0], other_mode=found[1] if len(found) == 2 else None)
 
 
+def _for_one_row_too(
+    request: Request,
+    name: str,
+    captures: Sequence[tuple[Capture, Modes]],
+    traced: Traced,
+    dims: BatchDims,
+) -> Traced:
+    """Micro-batches may be of one row: a guard against that goes where the graph computes what the model does."""
+    if dims.batch_size(request.inputs) in (None, 0, 1):
+        return traced
+    row = one_row(request.inputs, dims)
+    wider = [
+        (but_for_one_row(capture, refused_for_one_row(traced.for_mode(modes[0]), row), dims), modes)
+        for capture, modes in captures
+    ]
+    if all(a.graph is b.graph for (a, _), (b, _) in zip(wider, captures, strict=True)):
+        return traced
+    try:
+        found = _traced(request, name, wider)
+        accept(request.model, found, row, dims)
+    except FxsplitError:
+        return traced
+    return found
+
+
 def _asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
     """Paths of the modules that the user wants whole."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -297,6 +324,11 @@ def _refuse_root(model: nn.Module) -> None:
         )
     elif "forward" not in vars(model) and type(model).forward is nn.Module.forward:
         what, instead = "has no forward", "compile a module that can be called"
+    elif type(model).__call__ is not nn.Module.__call__:
+        what, instead = (
+            "has a __call__ of its own, which a pipeline does not run: it has the model's forward",
+            "move what __call__ does into forward, or into a module around it",
+        )
     elif any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         what, instead = "has lazy parameters that are not initialised yet", "run it once, then compile"
     if what is not None:

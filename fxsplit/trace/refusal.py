@@ -5,3 +5,7 @@ BY_VALUE = "values of a tensor"  # in every reason that is about what a tensor h
 
 class CannotInlineError(Exception):
     """Raised while a module's `forward` is traced: the module has to stay whole."""
+
+
+class WritesAttributeError(CannotInlineError):
+    """A forward writes an attribute of its module."""

@@ -6,6 +6,7 @@ import operator
 import sys
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -49,7 +50,8 @@ from .operations import (
 )
 from .patches import patched
 from .reads import Reads
-from .refusal import BY_VALUE, CannotInlineError
+from .records import made_again
+from .refusal import BY_VALUE, CannotInlineError, WritesAttributeError
 from .source import error_line, in_a_message, is_ours, user_line
 from .values import TracedFloat, TracedInt, TracedNumber, nested_leaves, nested_plain, plain
 
@@ -332,8 +334,10 @@ class ValueTracer(TorchFunctionMode):
                 except Exception as error:  # it looks at what it is made of
                     raise CannotInlineError(f"an operation takes a {type(value).__name__}") from error
             return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, dict):
+        if type(value) in (dict, OrderedDict):
             return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, dict) or (is_dataclass(value) and not isinstance(value, type)):
+            return self._create("call_function", *made_again(value))
         if isinstance(value, slice):
             return slice(*(self._argument(part) for part in (value.start, value.stop, value.step)))
         if (
@@ -596,7 +600,11 @@ class ValueTracer(TorchFunctionMode):
         self._paused = True
         try:
             before = _versions((args, kwargs))
-            result = self._own_object(original(module, *nested_plain(args), **nested_plain(kwargs)), before)
+            taken = nested_plain(args), nested_plain(kwargs)
+            leaves = list(map(id, tree_leaves(taken)))
+            result = self._own_object(original(module, *taken[0], **taken[1]), before)
+            if list(map(id, tree_leaves(taken))) != leaves:
+                raise CannotInlineError(f"the forward of {path}, which stays whole, changes its argument")
             self._written |= {storage_key(t) for t, version in before if t._version != version}
         finally:
             self._paused = False
@@ -641,7 +649,7 @@ class ValueTracer(TorchFunctionMode):
         written = changed_attributes(module, before)
         if written:
             restore_attributes(module, before)
-            raise CannotInlineError(f"its forward writes self.{written[0]}")
+            raise WritesAttributeError(f"its forward writes self.{written[0]}")
         now = python_random_state()
         if not same_python_random(now, self._random):
             self._random = now

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,12 +216,14 @@ class _SymNode:
 
 
 def nested_leaves(value: Any) -> Iterator[Any]:
-    """Leaves of nested tuples, lists, dicts and slices."""
+    """Leaves of nested tuples, lists, dicts, dataclasses and slices."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from nested_leaves(item)
     elif isinstance(value, dict):
         yield from nested_leaves(tuple(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from nested_leaves(tuple(getattr(value, f.name, None) for f in fields(value)))
     elif isinstance(value, slice):
         yield from nested_leaves((value.start, value.stop, value.step))
     else:

@@ -171,17 +171,31 @@ def test_recurrent_layers(kind):
 
 
 @pytest.mark.parametrize("where", ["cpu", "sim:1", "sim:3"])
-def test_inputs_are_where_the_example_was_and_targets_anywhere(where):
+def test_inputs_and_targets_may_be_anywhere(where):
     model, batch = build("resnet")
-    (x,), target = batch(8), torch.arange(8) % 5
+    (x,), target, twin = batch(8), torch.arange(8) % 5, copy.deepcopy(model)
     plan = fxsplit.Plan(stages=3, devices=DEVICES, micro_batches=4, schedule="1f1b")
     pipe = fxsplit.compile(model.to(where), plan, example_args=(x.to(where),))
     leaf = x.to(where).requires_grad_()
     assert str(pipe(leaf).device) == "sim:2"
     loss = pipe.step(leaf, target=target.to("sim:2"), loss_fn=F.cross_entropy)
     assert leaf.grad.device == leaf.device and leaf.grad.any() and str(loss.device) == "sim:2"
-    with pytest.raises(fxsplit.errors.ArgumentError, match="'image' has device sim:0"):
-        pipe(x.to("sim:0"))
+    expected = pipe(leaf).detach().cpu()
+    for elsewhere in ("cpu", "sim:0", "sim:3"):
+        moved = x.detach().to(elsewhere, copy=True).requires_grad_()
+        assert torch.equal(pipe(moved).detach().cpu(), expected)
+        again = pipe.step(moved, target=target.to(elsewhere), loss_fn=F.cross_entropy)
+        assert moved.grad.device == moved.device and torch.equal(again.cpu(), loss.cpu())
+        assert torch.equal(moved.grad.cpu(), leaf.grad.cpu())
+        criterion = pipe.criterion(F.cross_entropy)
+        assert str(criterion(pipe(moved), target.to(elsewhere)).device) == "sim:2"
+    gpipe = fxsplit.compile(
+        twin.to(where), plan.replace(schedule="gpipe"), example_args=(x.detach().to(where),)
+    )
+    outside = gpipe.step(x.detach(), target=target, loss_fn=F.cross_entropy)
+    torch.testing.assert_close(outside.cpu(), loss.cpu())
+    with pytest.raises(fxsplit.errors.ArgumentError, match="'image' is on meta"):
+        pipe(x.to("meta"))
 
 
 @pytest.mark.parametrize("name", MODELS)
