@@ -46,7 +46,12 @@ def test_gradients_are_those_of_one_tensor(name, schedule, checkpoint):
         torch.manual_seed(seed)
         model, x = Twice(HANDS_ON[name]), torch.randn(6, 8, requires_grad=True)
         model.eval()
-        plan = Plan(cut=["layers.0", "layers.1", "layers.2"], micro_batches=2, schedule=schedule, checkpoint=checkpoint)
+        plan = Plan(
+            cut=["layers.0", "layers.1", "layers.2"],
+            micro_batches=2,
+            schedule=schedule,
+            checkpoint=checkpoint,
+        )
         pipe = fxsplit.compile(model, plan, example_args=(x,))
         assert pipe.program.aliases
         wanted = [x, *model.parameters()]

@@ -141,7 +141,9 @@ def _values(model: nn.Module, traced: Traced, unit_of: Mapping[str, int]) -> tup
         if fact.random or fact.stateful or fact.buffers or _may_do_more(model, traced, node):
             effects.append(home)
     _keep_in_order(sorted(set(effects)), before)
-    given = {_tensor_of(n, facts) for n in traced.graph.output_node().all_input_nodes}  # the loss gives them one more
+    given = {
+        _tensor_of(n, facts) for n in traced.graph.output_node().all_input_nodes
+    }  # the loss gives them one more
     for tensor, units in gradients.items():
         if len(units) + (tensor in given) > 2:
             _keep_in_order(sorted(set(units)), before)
