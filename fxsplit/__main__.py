@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,13 @@ from .demo.run import run_demo
 from .errors import ArgumentError, FxsplitError
 from .hardware import ACCELERATORS, Device, described
 from .plan import CHECKPOINTS, COSTS, EFFORTS, SCHEDULES, SHARED_WORKERS, Plan
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give a number above 0, such as 8")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--devices", help="one device, or one for each stage: cuda:0,cuda:1 (default: cpu)")
     demo.add_argument("--batch", type=int, default=16, help="rows of 64 characters in a step (default: 16)")
     demo.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default: 6)")
-    demo.add_argument("--seconds", type=float, default=8.0, help="how long to train (default: 8)")
+    demo.add_argument("--seconds", type=_seconds, default=8.0, help="how long to train (default: 8)")
     plan = commands.add_parser(
         "plan",
         help="print how a model would be cut, without generating or moving anything",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class Schedule:
         Raises:
             ScheduleError: a field is no action.
         """
+        if not isinstance(text, str):
+            raise ScheduleError(f"{text!r} is no text", remedy='Schedule.from_csv("0F0,0B0\\n")')
         rows = []
         for number, line in enumerate(text.splitlines(), start=1):
             fields = [field.strip() for field in line.split(",")]
@@ -91,7 +94,8 @@ class Schedule:
         firsts: list[int] = []
         for row in rows:  # a worker without actions is a replica of the stage before
             firsts.append(row[0].stage if row else firsts[-1] if firsts else 0)
-        labels = tuple((stage, firsts[:i].count(stage)) for i, stage in enumerate(firsts))
+        copies = {stage: itertools.count() for stage in firsts}
+        labels = tuple((stage, next(copies[stage])) for stage in firsts)
         return cls(name, tuple(rows), labels)
 
     def __str__(self) -> str:
@@ -102,7 +106,7 @@ class Schedule:
 
 
 def _action(text: str, line: int) -> Action:
-    match = re.fullmatch(r"([0-9]+)([A-Z])([0-9]+)", text)
+    match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})", text)
     kinds = {str(kind): kind for kind in get_args(Kind)}
     if match is None or match.group(2) not in kinds:
         raise ScheduleError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .arguments import explained
 from .errors import PlanError
 from .sizes import nbytes_of
 
@@ -22,6 +23,7 @@ class Budget:
 
     nbytes: int
 
+    @explained(PlanError, 'fxsplit.Budget("2GiB")')
     def __init__(self, nbytes: int | str) -> None:
         size = nbytes_of(nbytes)
         if not size:

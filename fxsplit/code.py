@@ -14,6 +14,7 @@ import keyword
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,7 @@ class StageModule(fx.GraphModule):
         scope = dict(text.names)
         exec(compile(text.code, name, "exec"), scope)
         linecache.cache[name] = (len(text.code), None, text.code.splitlines(keepends=True), name)
+        weakref.finalize(self, linecache.cache.pop, name, None)
         # every GraphModule has a class of its own
         kind: Any = type(self)
         kind.text, kind.forward, kind.printed = text, scope["forward"], (_fingerprint(self.graph), text.code)

@@ -10,7 +10,9 @@ import contextlib
 import copy
 import importlib
 import io
+import json
 import logging
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +103,7 @@ class _RecordType:
 
 
 def _named_class(module: str, qualified: str) -> type:
-    found: Any = importlib.import_module(module)
+    found: Any = sys.modules[module]  # imported by whoever may decide that, see `spec_from_text`
     for part in qualified.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
@@ -109,10 +111,17 @@ def _named_class(module: str, qualified: str) -> type:
 
 _REST: dict[str, Callable[[Any], Any]] = {  # what a cache has beside its tensors, from JSON
     "follows": Follows,
-    "dtype": lambda name: getattr(torch, name),
+    "dtype": lambda name: _dtype(name),
     "device": torch.device,
     "class": lambda row: _named_class(*row),
 }
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
 
 
 def _dumped(value: Any) -> tuple[str | None, Any]:
@@ -204,15 +213,81 @@ def spec_to_text(spec: TreeSpec) -> str:
     return _pytree.treespec_dumps(spec)  # torch 2.13
 
 
-def spec_from_text(text: str) -> TreeSpec:
-    """The inverse of `spec_to_text`; the classes in it have to be imported."""
+def spec_from_text(text: str, find: Callable[[str], Any]) -> TreeSpec:
+    """The inverse of `spec_to_text`.
+
+    Args:
+        find: looks up a class or function by ``module:name``, or refuses to; called before torch imports any.
+    """
+    for name in names_in_spec(text):
+        name_namedtuple(find(name))
     return _pytree.treespec_loads(text)  # torch 2.13
+
+
+_PLAIN_TYPES = (
+    None,
+    "builtins.tuple",
+    "builtins.list",
+    "builtins.dict",
+    "collections.OrderedDict",
+    "collections.deque",
+)
+
+
+def names_in_spec(text: str) -> list[str]:
+    """``module:name`` of what is looked up to read a structure. 2.9 to 2.15: each node has a type, a context as JSON, and
+    children.
+
+    Raises:
+        ValueError: a type that nobody has registered, or no structure.
+    """
+    found, todo = [], [json.loads(text)[1]]
+    while todo:
+        node = todo.pop()
+        kind, context = node["type"], node["context"]
+        todo += node["children_spec"]
+        if kind == "fxsplit.Record":
+            found.append(f"{context[0]}:{context[1]}")
+            rest = context[3] if len(context) > 3 else []
+            found += [f"{value[0]}:{value[1]}" for _, how, value in rest if how == "class"]
+        elif kind == "collections.defaultdict":
+            found.append(f"{context['default_factory_module']}:{context['default_factory_name']}")
+        elif kind == "collections.namedtuple":
+            found.append(_name_of_type(context))
+        elif kind not in _PLAIN_TYPES:
+            found.append(_name_of_type(kind))
+        found += _enums_in(context)
+    return found
+
+
+def _name_of_type(name: str) -> str:
+    cls = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
+    if cls is None:
+        raise ValueError(f"nobody has registered {name!r} as a pytree")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _enums_in(context: Any) -> list[str]:
+    """torch looks up ``{"__enum__": …, "fqn": "module:name"}`` wherever it stands in a context."""
+    with contextlib.suppress(ValueError):
+        context = json.loads(context) if isinstance(context, str) else context
+    found, todo = [], [context]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if "__enum__" in value:
+                found.append(value["fqn"])
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return found
 
 
 def name_namedtuple(kind: type) -> None:
     """Let a namedtuple of somebody's be written and read by name; once for each class."""
     if (
-        issubclass(kind, tuple)
+        isinstance(kind, type)
+        and issubclass(kind, tuple)
         and hasattr(kind, "_fields")
         and kind not in _pytree.SUPPORTED_SERIALIZED_TYPES
     ):
@@ -226,7 +301,23 @@ def classes_in(spec: TreeSpec) -> list[type]:
     own = spec.context.cls if isinstance(spec.context, _RecordType) else spec.type
     if own is collections.namedtuple:
         own = spec.context
-    return [own] * (own is not None) + [c for child in spec.children() for c in classes_in(child)]
+    # 2.9 has the attribute, later versions the method
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    return [own] * (own is not None) + [c for child in children for c in classes_in(child)]
+
+
+def function_apply(cls: type) -> Callable[..., Any]:
+    """``cls.apply`` of a custom `torch.autograd.Function`, as torch defines it: 2.9 in Python, 2.15 in C."""
+    found: Callable[..., Any] = _FUNCTION_APPLY.__get__(None, cls)
+    return found
+
+
+_FUNCTION_APPLY: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def last_node(graph: fx.Graph) -> fx.Node | None:
+    """The last node so far. `reversed` gives an iterator from torch 2.13 on, and something to iterate over before."""
+    return next(iter(reversed(graph.nodes)), None)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -348,8 +439,15 @@ CPU_RECURRENT_LAYER = torch.ops.aten.mkldnn_rnn_layer
 TRILINEAR = torch.ops.aten._trilinear
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the memory of `tensor`: equal for views of one storage. Valid while it lives."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided and tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
     return int(tensor.untyped_storage()._cdata)  # torch 2.13
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .actions import Schedule
+from .arguments import compile_spellings, explained
 from .batch import BatchDims
 from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
@@ -25,7 +26,7 @@ from .ir import Assignment, Program, Traced
 from .merging.decide import Merging, find_merges
 from .microbatch import Merge
 from .partition.shared import partition_with_homes
-from .place import gathered, place
+from .place import check_devices, gathered, place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.plan import verify_sizes
@@ -40,6 +41,11 @@ from .state import preserved
 from .trace.front import TRACING, trace
 
 
+@explained(
+    ArgumentError,
+    "fxsplit.compile(model, plan, example_args=(x,))",
+    compile_spellings("compile", vars(Plan())),
+)
 def compile(
     model: nn.Module,
     plan: Plan | None = None,
@@ -152,7 +158,7 @@ def _pipeline(
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merging = _merging(model, traced, plan, dims, inputs, check)
     traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
-    _check_devices(assignment)
+    check_devices(model, assignment)
     program = generate(model, traced, assignment, runs)
     _check_threads(plan, program)
     verify_structure(model, traced, program)
@@ -163,7 +169,7 @@ def _pipeline(
         other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs, check)
     example = [_ordinary(x) for x in inputs]
     pipe = Pipeline(model, plan, traced, assignment, program, dims, merging.merges, example, other)
-    pipe.schedule_for(plan.micro_batches)  # proves it
+    pipe.prove_schedule()
     return pipe
 
 
@@ -193,6 +199,11 @@ def _assign(
     return ordered, assignment, runs
 
 
+@explained(
+    ArgumentError,
+    "fxsplit.preview(model, plan, example_args=(x,))",
+    compile_spellings("preview", vars(Plan())),
+)
 def preview(
     model: nn.Module,
     plan: Plan | None = None,
@@ -329,17 +340,6 @@ def _run_of(traced: Traced) -> Run:
 def _ordinary(x: torch.Tensor) -> torch.Tensor:
     """A copy of the example, without its graph; an inference tensor as an ordinary one."""
     return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def _check_devices(assignment: Assignment) -> None:
-    for stage, device in ((s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise PlanError(
-                f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
-                remedy="name devices that this machine has, such as devices='cpu'",
-            ) from None
 
 
 def _check_threads(plan: Plan, program: Program) -> None:

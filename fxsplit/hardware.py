@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .arguments import explained
 from .errors import PlanError, did_you_mean
 from .sizes import nbytes_of
 
@@ -50,6 +51,11 @@ class Device:
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
+Device.__init__ = explained(  # type: ignore[method-assign]
+    PlanError, 'fxsplit.Device(flops=1e14, bandwidth=1e12, memory="80GB", link=2e10)'
+)(Device.__init__)
 
 
 # Peak rates of dense half precision and the rated memory and links, from the makers' data sheets; what a model reaches

@@ -29,3 +29,13 @@ def local_names(paths: Iterable[str]) -> dict[str, str]:
         used.add(unique)
         names[path] = unique
     return names
+
+
+def is_free(name: str) -> bool:
+    """Whether `local_names` could have given it."""
+    return (
+        name.isidentifier()
+        and not keyword.iskeyword(name)
+        and name not in _TAKEN
+        and not name.startswith("checkpoint_")
+    )

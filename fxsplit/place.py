@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import PlanError
 from .graph import region_modules
-from .ir import Program, Stage
+from .ir import Assignment, Program, Stage
 
 
 def place(model: nn.Module, program: Program) -> None:
@@ -33,6 +34,35 @@ def place(model: nn.Module, program: Program) -> None:
                 moved.append(_mover(table, key, stage.device))
     for put in moved:
         put()
+
+
+def check_devices(model: nn.Module, assignment: Assignment) -> None:
+    """Refuse devices that this machine does not have, and to move a model that has values to ``meta`` or back.
+
+    Raises:
+        PlanError: names the first stage on one.
+    """
+    without = {t.is_meta for t in (*model.parameters(), *model.buffers())}
+    for stage, device in ((s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)):
+        if without - {device.type == "meta"}:
+            raise PlanError(
+                f"stage {stage} is placed on {device}, "
+                + (
+                    "and the model has values"
+                    if device.type == "meta"
+                    else "and the model is on meta: it has no values"
+                ),
+                remedy="leave out devices=, or fxsplit.preview(model, plan, ...), which places nothing"
+                if True in without
+                else "devices that hold values, such as devices='cpu'",
+            )
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise PlanError(
+                f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
+                remedy="name devices that this machine has, such as devices='cpu'",
+            ) from None
 
 
 @contextlib.contextmanager
@@ -77,8 +107,8 @@ def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str,
         value = getattr(owner, leaf)
         for holder in value.modules() if isinstance(value, nn.Module) else (owner,):
             for kind in ("_parameters", "_buffers"):
-                table = getattr(holder, kind)
-                for key in list(table) if isinstance(value, nn.Module) else [leaf]:
+                table = dict(getattr(holder, kind).items())  # a ScriptModule's has little else
+                for key in table if isinstance(value, nn.Module) else [leaf]:
                     tensor = table.get(key)
                     if tensor is not None and names.get(id(tensor), "") in ("", *stage.parameters):
                         yield holder, kind, key

@@ -13,6 +13,7 @@ from typing import Any, Self
 from torch import nn
 
 from .actions import Schedule
+from .arguments import PLAN_SPELLINGS, explained
 from .budget import Budget
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
@@ -139,6 +140,8 @@ class Plan:
     batch_dims: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
+        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        self._set("_asked", {n: _kept(v) for n, v in asked.items() if v is not _DEFAULTS[n]})
         self._one_way_to_cut()
         self._check_cost()
         self._check_choice("effort", EFFORTS)
@@ -200,7 +203,9 @@ class Plan:
                 _check_positive(f"balance[{i}]", count)
             self._set("balance", tuple(self.balance))
         elif ways == ["cut"]:
-            if isinstance(self.cut, str) or not all(isinstance(p, str) and p for p in self.cut or [""]):
+            if not isinstance(self.cut, list | tuple) or not all(
+                isinstance(p, str) and p for p in self.cut or [""]
+            ):
                 raise PlanError(
                     f"cut={self.cut!r} is not a list of module paths",
                     remedy='cut=["h.4", "h.8"]: each path begins a new stage',
@@ -513,22 +518,26 @@ class Plan:
         for name in changes:
             if name not in known:
                 raise PlanError(f"Plan has no field {name!r}", remedy=did_you_mean(name, known))
-        if self.micro_batches == self._enough_micro_batches():  # by default: it follows the replicas
-            changes = {"micro_batches": None, **changes}
+        asked: dict[str, Any] = self.__dict__["_asked"]  # and what follows from it follows anew
         rows = isinstance(self.devices, tuple) and any(isinstance(row, tuple) for row in self.devices)
         if rows and isinstance(
-            changes.get("devices"), list | tuple
-        ):  # the old rows said how many replicas there are
-            changes = {"replicas": 1, **changes}
-        return dataclasses.replace(self, **changes)
+            changes.get("devices"), DeviceLike
+        ):  # the rows said how many replicas, and still do
+            changes = {"replicas": self.replicas, **changes}
+        return type(self)(**{**asked, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values: what `from_dict` and JSON take."""
-        return plain_fields({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if "micro_batches" not in self.__dict__["_asked"]:
+            del fields["micro_batches"]  # it follows from the rest
+        return plain_fields(fields)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """The plan with these fields; an unknown name is an error."""
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+            raise PlanError(f"{fields!r} is no dict of fields", remedy="what plan.to_dict() gives")
         known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -549,6 +558,19 @@ class Plan:
         usual = {f.name: f.default for f in fields} | {"micro_batches": self._enough_micro_batches()}
         shown = [f"{n}={getattr(self, n)!r}" for n, default in usual.items() if getattr(self, n) != default]
         return f"Plan({', '.join(shown)})"
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(Plan)}
+Plan.__init__ = explained(  # type: ignore[method-assign]
+    PlanError, "fxsplit.Plan(stages=2, micro_batches=8)", PLAN_SPELLINGS
+)(Plan.__init__)
+
+
+def _kept(value: Any) -> Any:
+    """A list or mapping as it is now: its owner may change it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_kept, value))
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _is_left_out(value: object) -> bool:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import random
+import re
 import sys
 import threading
 import types
@@ -202,3 +203,37 @@ def _is_random(value: Any, names: set[str]) -> bool:
         or (value is numpy and "random" in names)
         or (owner is not None and owner is numpy.random.rand.__self__)
     )
+
+
+def named_by(model: nn.Module) -> list[Any]:
+    """The functions and classes of the user's that the forwards of a model name, or have as attributes; and the classes
+    of its modules."""
+    found: dict[int, Any] = {}
+    for kind in dict.fromkeys(type(m) for m in model.modules()):
+        found[id(kind)] = kind
+        for value in _named_by_class(kind):
+            found[id(value)] = value
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if _is_users_own(value):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _named_by_class(cls: type) -> Iterator[Any]:
+    functions = _run_by_forward(cls)
+    for value, names in _globals_of(functions):
+        if _is_users_own(value):
+            yield value
+        if isinstance(value, types.ModuleType) or _is_users_own(value):
+            inside = [inspect.getattr_static(value, n, None) for n in names if n in vars(value)]
+            yield from (v for v in inside if _is_users_own(v))
+    for function in functions:
+        for annotation in function.__annotations__.values():
+            words = re.findall(r"\w+", annotation) if isinstance(annotation, str) else ()
+            named = [function.__globals__.get(word) for word in words]
+            yield from (v for v in (annotation, *named) if _is_users_own(v))
+
+
+def _is_users_own(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | type) and _is_users(value)

@@ -224,8 +224,13 @@ def _digest(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous().flatten()
-        data = repr((value.dtype, tuple(value.shape), plain.tolist())).encode()
+        plain = value.detach().cpu()
+        if plain.layout is torch.strided:
+            held = plain.flatten().tolist()
+        else:  # not made dense: it may be large
+            coo = plain.to_sparse_coo().coalesce()
+            held = [coo.indices().tolist(), coo.values().tolist()]
+        data = repr((value.dtype, tuple(value.shape), held)).encode()
     else:
         data = value.tobytes() if value.dtype.kind != "O" else repr(value.tolist()).encode()
     return hashlib.sha256(data).hexdigest()[:16]

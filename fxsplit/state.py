@@ -70,11 +70,12 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     others = unregistered(model)
     modules = [*model.modules(), *others]
     attributes = [attributes_of(module) for module in modules]
+    modes = [(module, module.training) for module in modules]
     written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
     written += [b for module in others for b in module._buffers.values() if b is not None]
     written += _inside_of_objects(modules)
     around = [Snapshot(o) for o in around_of(model)]
-    values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided]
+    values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided and not _overlaps(t)]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
@@ -87,6 +88,9 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
             restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
+            for module, mode in modes:
+                if module.training != mode:  # of a ScriptModule, where it is no attribute of Python's
+                    module.training = mode
             for snapshot in around:
                 snapshot.restore()
             with torch.no_grad():
@@ -96,6 +100,11 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether one number is several elements, as after `expand`: nobody can write to it in place."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _inside_of_objects(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -269,7 +278,7 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
             if _differs(present, value):
                 present.clear()  # in place: others may hold the container itself
                 present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]
-        elif present is not value:
+        elif key not in now or present is not value:  # None and not there are two things
             now[key] = value
 
 

@@ -1,6 +1,7 @@
 """Shared setup: one intra-op thread (the same kernels everywhere), Hypothesis profiles, the golden-file flag."""
 
 import os
+import signal
 import threading
 
 import pytest
@@ -22,6 +23,9 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def one_thread_and_no_leftovers():
+    # a shell lets what it starts in the background ignore SIGINT; some tests interrupt themselves
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield

@@ -1,6 +1,8 @@
 """Damage of many kinds at random places of correct programs: all of it is caught, by the rule that is there for it."""
 
 import copy
+import gc
+import linecache
 import operator
 import random
 from dataclasses import replace
@@ -554,3 +556,61 @@ def test_a_violation_shows_the_program_around_it_and_the_users_line():
     with pytest.raises(fxsplit.errors.VerifyError) as caught:
         verify_structure(subject.model, subject.traced, subject.program)
     assert "\n  > " in str(caught.value) and "test_damage.py:" in str(caught.value)
+
+
+class MakesItsParts(nn.Module):
+    """What was None is a parameter and a module after its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(4, 4), None, None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.ones(4))
+        if self.last is None:
+            self.last = nn.Linear(4, 4)
+        return self.last(self.first(x)) * self.scale
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parts_that_forward_makes_where_there_was_none(nested):
+    model = nn.Sequential(nn.Linear(4, 4), MakesItsParts()) if nested else MakesItsParts()
+    part = model[1] if nested else model
+    before = list(model.state_dict())
+    try:
+        fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(torch.randn(4, 4),))
+    except fxsplit.errors.FxsplitError:
+        assert part.scale is None and part.last is None and list(model.state_dict()) == before
+        assert model(torch.randn(2, 4)).shape == (2, 4)
+    else:
+        assert torch.isfinite(model(torch.randn(2, 4))).all()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_submodule_keeps_its_modes():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)))
+    model = nn.Sequential(nn.Linear(4, 4), scripted)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=(torch.randn(4, 4),))
+    assert all(m.training for m in model.modules())
+    model.eval()
+    x = torch.randn(4, 4)
+    assert torch.allclose(pipe(x), model(x)) and not any(m.training for m in model.modules())
+
+
+def test_lines_of_generated_code_go_with_their_modules():
+    def compiled():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(torch.randn(4, 4),))
+
+    def ours():
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<fxsplit")}
+
+    pipe, before = None, ours()
+    for _ in range(3):
+        pipe = compiled()
+    held = ours() - before
+    assert held  # tracebacks show them
+    del pipe
+    assert not ours() - before

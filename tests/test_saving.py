@@ -79,7 +79,11 @@ def test_what_is_loaded_computes_the_same(name, by, tmp_path):
     model, batch = build(name)
     pipe = compiled(model, batch(4), stages=3, micro_batches=2, checkpoint="except_last")
     pipe.save_code(tmp_path)
-    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    if by == "model":
+        loaded = fxsplit.load(tmp_path, model)
+    else:  # experts are the user's own modules
+        trust = ["tests.models:Experts"] if name == "experts" else []
+        loaded = fxsplit.load(tmp_path, model.state_dict(), trust=trust)
     assert [s.code for s in loaded] == [s.code for s in pipe]
     for mode in (True, False):
         model.train(mode), loaded.train(mode)
@@ -93,7 +97,12 @@ def test_what_is_loaded_computes_the_same(name, by, tmp_path):
 def test_a_bit_of_everything(by, tmp_path):
     model, pipe = everything()
     pipe.save_code(tmp_path)
-    loaded = fxsplit.load(tmp_path, model if by == "model" else model.state_dict())
+    if by == "model":
+        loaded = fxsplit.load(tmp_path, model)
+    else:
+        loaded = fxsplit.load(
+            tmp_path, model.state_dict(), trust=["tests.test_saving", "tests.test_capture:Scaled"]
+        )
     for mode in (True, False):
         model.train(mode), loaded.train(mode)
         for rows in (4, 7):
@@ -213,8 +222,8 @@ class Pairs(nn.Module):
 def test_namedtuples(tmp_path):
     model, pair = Pairs(), Pair(torch.randn(4, 4), torch.randn(4, 4))
     compiled(model, (pair,), stages=2).save_code(tmp_path)
-    for source in (model, model.state_dict()):
-        loaded = fxsplit.load(tmp_path, source)
+    for source, trust in ((model, []), (model.state_dict(), ["tests.test_saving:Pair"])):
+        loaded = fxsplit.load(tmp_path, source, trust=trust)
         assert_equivalent(model, loaded, pair)
         assert type(loaded(pair)) is Pair
 
@@ -292,7 +301,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         fxsplit.load(tmp_path, build("gpt")[0])
     with pytest.raises(errors.SerializeError, match=r"missing \['a\.bias'\], unknown \['other'\]"):
         state = {k: v for k, v in model.state_dict().items() if k != "a.bias"}
-        fxsplit.load(tmp_path, {**state, "other": torch.zeros(1)})
+        fxsplit.load(tmp_path, {**state, "other": torch.zeros(1)}, trust=["tests"])
     file = tmp_path / "stage_1.py"
     file.write_text(file.read_text().replace("self.", "self. "))
     with pytest.raises(errors.SerializeError, match=r"stage_1\.py is not the code"):
@@ -334,3 +343,111 @@ def test_what_no_file_can_name_is_refused_before_anything_is_written(tmp_path):
         errors.SerializeError, match=r"'1' cannot be made from a state_dict: .*cannot be imported"
     ):
         fxsplit.load(tmp_path, model.state_dict())
+
+
+class Shapes(nn.Module):
+    """Constants without dimensions, with strides, and sparse ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, table = nn.Linear(4, 4), torch.arange(12.0).reshape(3, 4)
+        self.kept = [
+            torch.tensor(1.5), table.T, torch.ones(1).expand(4, 3), table[:, ::2], torch.tensor(True),
+            torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.tensor(2 + 1j), torch.eye(4).to_sparse_csc(),
+        ]  # fmt: skip
+
+    def forward(self, x):
+        scalar, turned, wide, gaps, flag, coo, csr, number, csc = self.kept
+        h = (self.a(x) * scalar) @ turned.contiguous() @ torch.ones(3, 4) + wide.sum(1) + gaps.sum()
+        h = torch.where(flag, h, -h) + torch.sparse.mm(coo, h.T).T + torch.matmul(csr, h.T).T
+        return h + number.real + torch.matmul(csc, h.T).T + turned.as_strided((4,), (1,))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_constants_of_all_kinds_keep_values_and_strides(tmp_path):
+    from fxsplit.saving.trust import Names
+    from fxsplit.saving.values import Decoder, encode
+
+    decode, model = Decoder(Names(None)), Shapes()
+    for tensor in (
+        *model.kept,
+        torch.eye(4).to_sparse_bsr((2, 2)),
+        torch.zeros(0, 3),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ):
+        found = decode(json.loads(json.dumps(encode(tensor))))
+        assert found.layout is tensor.layout and found.dtype is tensor.dtype
+        assert (
+            torch.equal(found.to_dense(), tensor.to_dense())
+            if found.layout is not torch.strided
+            else torch.equal(found, tensor)
+        )
+        if found.layout is torch.strided:
+            assert found.stride() == tensor.stride()
+    pipe = compiled(model.eval(), (torch.randn(4, 4),), stages=2)
+    pipe.save_code(tmp_path / "saved_shapes")
+    assert_equivalent(model, fxsplit.load(tmp_path / "saved_shapes", model), torch.randn(3, 4))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        package, value = importlib.import_module("saved_shapes"), torch.randn(3, 4)
+        values = {"x": value}
+        for made, stage in zip(package.STAGES, pipe, strict=True):
+            given = made(model)(*(values[name] for name in stage.inputs))
+            values.update(zip(stage.outputs, given if isinstance(given, tuple) else (given,), strict=True))
+        assert torch.equal(values[pipe.program.outputs[0]], model(value))
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_one_name_of_a_tied_parameter_is_enough(tmp_path):
+    model, batch = build("tied_head")
+    compiled(model, batch(4), stages=2).save_code(tmp_path)
+    state = model.state_dict()
+    tied = [n for n, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight]
+    assert len(tied) == 2
+    for name in tied:
+        loaded = fxsplit.load(tmp_path, {k: v.clone() for k, v in state.items() if k != name})
+        assert_equivalent(model, loaded, *batch(5))
+    with pytest.raises(errors.SerializeError, match="with two values"):
+        fxsplit.load(tmp_path, {**state, tied[1]: state[tied[1]] + 1})
+    with pytest.raises(errors.SerializeError, match="of shape"):
+        fxsplit.load(tmp_path, {k: v[..., :1] for k, v in state.items()})
+
+
+def test_files_of_the_users_are_neither_deleted_nor_overwritten(tmp_path):
+    model, batch = build("gpt")
+    (tmp_path / "stage_9.py").write_text("mine = 1\n")
+    (tmp_path / "stage_notes.py").write_text("mine = 2\n")
+    compiled(model, batch(4), stages=3).save_code(tmp_path)
+    compiled(model, batch(4), stages=2).save_code(tmp_path)
+    assert not (tmp_path / "stage_2.py").exists()  # ours
+    assert (tmp_path / "stage_9.py").read_text() == "mine = 1\n" and (tmp_path / "stage_notes.py").exists()
+    (tmp_path / "stage_2.py").write_text("mine = 3\n")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(errors.SerializeError, match=r"stage_2\.py is there already"):
+        compiled(model, batch(4), stages=3).save_code(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "__init__.py").write_text("import this_is_mine\n")
+    with pytest.raises(errors.SerializeError, match="is there already"):
+        compiled(model, batch(4), stages=2).save_code(other)
+    assert [p.name for p in other.iterdir()] == ["__init__.py"]
+
+
+def test_another_format_is_refused_and_the_proof_is_made_at_load(tmp_path, monkeypatch):
+    import fxsplit.loading as loading
+
+    model, batch = build("gpt")
+    compiled(model, batch(4), stages=2).save_code(tmp_path)
+    proven = []
+    prove = loading.verify_structure
+    monkeypatch.setattr(loading, "verify_structure", lambda *a: proven.append(a) or prove(*a))
+    fxsplit.load(tmp_path, model)
+    assert len(proven) == 1
+    file = tmp_path / "program.json"
+    data = json.loads(file.read_text())
+    for number in (data["format"] + 1, data["format"] - 1, str(data["format"]), None):
+        file.write_text(json.dumps({**data, "format": number}))
+        with pytest.raises(errors.SerializeError, match="format"):
+            fxsplit.load(tmp_path, model)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import explained
 from ..compat import tree_leaves, tree_map
 from ..errors import ArgumentError
 from .losses import CRITERION, LossInParts, beside, split_target, weighed
@@ -39,6 +40,7 @@ class Criterion(nn.Module):
         ArgumentError: `loss_fn` is not callable, or `reduction` is not its own.
     """
 
+    @explained(ArgumentError, "fxsplit.Criterion(nn.CrossEntropyLoss())")
     def __init__(self, loss_fn: LossFn, reduction: str | None = None) -> None:
         super().__init__()
         if not callable(loss_fn):
@@ -52,6 +54,9 @@ class Criterion(nn.Module):
         self.loss_fn, self.reduction = loss_fn, reduction
         self._compared: tuple[Any, ...] = ()
 
+    @explained(
+        ArgumentError, "criterion(output, target); give the rest to the loss: nn.CrossEntropyLoss(weight=w)"
+    )
     def forward(self, output: Any, target: Any = None) -> torch.Tensor:
         """The loss.
 

@@ -169,6 +169,20 @@ def weighed(
     return LossInParts(loss_fn, reduction, targets, rows, weights)
 
 
+def check_loss_fn(loss_fn: Any, reduction: Any) -> None:
+    """Refuse, before anything has run, a loss that cannot be called.
+
+    Raises:
+        ArgumentError: it cannot, or the reduction is no word.
+    """
+    if not callable(loss_fn):
+        raise ArgumentError(
+            f"loss_fn is {loss_fn!r}, which cannot be called", remedy="loss_fn=nn.functional.mse_loss"
+        )
+    if reduction is not None and not isinstance(reduction, str):
+        raise ArgumentError(f"reduction={reduction!r} is not known", remedy='reduction="mean" or "sum"')
+
+
 def check_loss(loss: Any) -> torch.Tensor:
     """The loss, if it is a single number.
 

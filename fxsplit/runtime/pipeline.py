@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
+from ..arguments import explained
 from ..batch import BatchDims
 from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
@@ -31,7 +32,7 @@ from ..proof.plan import in_micro_batches, verify_sizes
 from ..proof.structure import RULES, verify_structure
 from ..rebind import rebound
 from ..replicate.criterion import Criterion
-from ..replicate.losses import LossInParts, in_parts
+from ..replicate.losses import LossInParts, check_loss_fn, in_parts
 from ..replicate.reductions import LossFn
 from ..replicate.replicas import Replica, Replicas, plain_replicas
 from ..replicate.said import what_counts
@@ -54,6 +55,9 @@ from .model_face import handed_on, says_what_it_takes
 from .reentry import check_not_inside, computing_for
 from .step import call_merged, step_inside, step_outside, wants_merged
 from .watch import Watch
+
+_LOSS = dict.fromkeys(("loss", "criterion", "loss_function"), "pipe.step(x, target=y, loss_fn=...)")
+_PROVEN = 1024  # micro-batches, at most
 
 
 class Pipeline(nn.Module):
@@ -270,6 +274,7 @@ class Pipeline(nn.Module):
         """What the replicas of stages run. A call makes it, too, and tells the modules of it."""
         return self._crew.replicas()
 
+    @explained(ArgumentError, "pipe.step(x, target=y, loss_fn=nn.functional.mse_loss)", _LOSS)
     def step(
         self,
         *args: Any,
@@ -302,6 +307,7 @@ class Pipeline(nn.Module):
         loss, _ = self.step_with_output(*args, loss_fn=loss_fn, target=target, reduction=reduction, **kwargs)
         return loss
 
+    @explained(ArgumentError, "pipe.step(x, target=y, loss_fn=nn.functional.mse_loss)", _LOSS)
     def step_with_output(
         self,
         *args: Any,
@@ -311,6 +317,7 @@ class Pipeline(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
         """As `step`; returns the loss and the output of the whole batch, detached: for metrics and logs."""
+        check_loss_fn(loss_fn, reduction)
         with torch.enable_grad():
             self._reducers.check(self.model)
             if self.plan.loss_inside and not has_hooks(self.model) and not has_hooks(self):
@@ -397,6 +404,11 @@ class Pipeline(nn.Module):
         Returns:
             A handle; ``handle.remove()`` takes the hook away.
         """
+        if not callable(hook):
+            raise ArgumentError(
+                f"the hook is a {type(hook).__name__}, which cannot be called",
+                remedy="pipe.register_action_hook(lambda event: print(event))",
+            )
         handle = RemovableHandle(self._action_hooks)
         self._action_hooks[handle.id] = hook
         return handle
@@ -409,6 +421,16 @@ class Pipeline(nn.Module):
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
         return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
+
+    def prove_schedule(self) -> None:
+        """Prove the schedule of a batch like the example; of many micro-batches it goes on as it began.
+
+        Raises:
+            ScheduleError, PlanError: it cannot be played.
+        """
+        rows, count = self.dims.batch_size(self.example) or 1, self.plan.micro_batches
+        own = isinstance(self.plan.schedule, Schedule)  # as long as it is written down
+        self.schedule_for(count if own else max(1, min(count, rows, _PROVEN)))
 
     @property
     def schedule(self) -> Schedule:
@@ -481,6 +503,8 @@ class Pipeline(nn.Module):
         Raises:
             SerializeError: the program has a function or constant that no file can name; nothing has been written.
         """
+        if not isinstance(folder, str | os.PathLike):
+            raise ArgumentError(f"the folder is a {type(folder).__name__}", remedy='pipe.save_code("folder")')
         save_code(self, folder)
 
     def verify(self) -> str:
@@ -740,6 +764,7 @@ def _device_of(example: Any) -> torch.device:
     return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
 
+@explained(ArgumentError, "fxsplit.verify(pipe)")
 def verify(pipe: Pipeline) -> str:
     """Prove that the pipeline is the model: every rule of the program, and the numbers on the example.
 

@@ -6,6 +6,7 @@ import json
 import keyword
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +18,15 @@ from ..batch import BatchDims
 from ..code import StageModule, write
 from ..compat import classes_in, spec_to_text
 from ..errors import SerializeError
+from ..files import read_json, read_text
 from ..graph import ModuleMode, output_values, region_runs
 from ..ir import Assignment, NodeFacts, Program, Stage, Traced
 from ..plan import Plan
 from .skeleton import describe
-from .values import CannotEncodeError, encode, encode_signature
+from .values import CannotEncodeError, encode, encode_signature, memory_of, sparse_parts
 
-FORMAT = 1
+FORMAT = 2
+_PYTHONS = ("builtins", "collections")
 
 
 class Savable(Protocol):
@@ -52,7 +55,7 @@ def save_code(pipe: Savable, folder: str | os.PathLike[str]) -> None:
     Raises:
         SerializeError: the program has a function or constant that no file can name; nothing has been written then.
     """
-    files = {"program.json": json.dumps(_program(pipe), indent=1, sort_keys=True) + "\n"}
+    files = {"program.json": _json(_program(pipe)) + "\n"}
     for prefix, one in (("", pipe), ("other_mode_", pipe.other_mode)):
         for stage in one.program.stages if one is not None else ():
             files[f"{prefix}stage_{stage.index}.py"] = source(stage)
@@ -65,11 +68,56 @@ def save_code(pipe: Savable, folder: str | os.PathLike[str]) -> None:
             f"{os.fspath(folder)} cannot be a folder: {error.strerror}",
             remedy="name a new or an empty folder",
         ) from error
-    for stale in (*target.glob("stage_*.py"), *target.glob("other_mode_stage_*.py")):
-        if stale.name not in files:
-            stale.unlink()
+    _refuse_to_overwrite(target, files)
+    for name in _written_before(target) - files.keys():
+        (target / name).unlink(missing_ok=True)
     for name, text in files.items():
         (target / name).write_text(text, encoding="utf-8")
+
+
+def _written_before(target: Path) -> set[str]:
+    """The stages of the program that is in this folder already: files of ours. Any other is the user's."""
+    try:
+        data = read_json(target / "program.json")
+        if "format" not in data or "plan" not in data:
+            return set()
+        graphs = {"": data["graph"], "other_mode_": data["other_mode"]}
+        names = {f"{p}stage_{i}.py" for p, g in graphs.items() for i in range(len(g["stages"] if g else ()))}
+        return {name for name in names if _is_ours(target / name)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _refuse_to_overwrite(folder: Path, files: Iterable[str]) -> None:
+    for name in files:
+        path = folder / name
+        if (path.exists() or path.is_symlink()) and not _is_ours(path):
+            raise SerializeError(
+                f"{os.fspath(path)} is there already, and was not written by save_code",
+                remedy="name a new or an empty folder",
+            )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file begins as those that are written here: it is nobody else's. One that is empty may be replaced."""
+    try:
+        text = "" if path.is_symlink() else read_text(path)
+    except (OSError, ValueError):
+        return False
+    if path.is_symlink() or path.suffix == ".json":
+        return not path.is_symlink() and (not text.strip() or ('"format"' in text and '"plan"' in text))
+    return (
+        not text.strip() or text.startswith('"""stage ') or "written by fxsplit." in text.partition("\n")[0]
+    )
+
+
+def _json(program: dict[str, Any]) -> str:
+    try:
+        return json.dumps(program, indent=1, sort_keys=True, allow_nan=False)
+    except ValueError as error:
+        raise SerializeError(
+            f"the pipeline cannot be saved: {error}", remedy="a plan and costs with finite numbers"
+        ) from error
 
 
 def source(stage: Stage) -> str:
@@ -141,9 +189,22 @@ def _binding(stage: Stage, module: fx.GraphModule, name: str) -> str:
 
 def _literal(tensor: torch.Tensor) -> str:
     """A constant of the program as Python."""
-    flat = repr(tensor.detach().cpu().flatten().tolist())
-    values = re.sub(r"\b(inf|nan)\b", r'float("\1")', flat)
-    return f"torch.tensor({values}, dtype={tensor.dtype}).reshape({tuple(tensor.shape)})"
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    shape = tuple(plain.shape)
+    if plain.layout is not torch.strided:
+        parts = ", ".join(map(_literal, sparse_parts(plain)))
+        if plain.layout is torch.sparse_coo:
+            return f"torch.sparse_coo_tensor({parts}, {shape}).coalesce()"
+        return f"torch.sparse_compressed_tensor({parts}, {shape}, layout={plain.layout})"
+    if plain.is_contiguous():
+        return f"{_flat(plain.flatten())}.reshape({shape})"
+    memory = plain.as_strided((memory_of(plain),), (1,))
+    return f"{_flat(memory)}.as_strided({shape}, {plain.stride()})"
+
+
+def _flat(tensor: torch.Tensor) -> str:
+    values = re.sub(r"\b(inf|nan)\b", r'float("\1")', repr(tensor.tolist()))
+    return f"torch.tensor({values}, dtype={tensor.dtype})"
 
 
 def _package(pipe: Savable) -> str:
@@ -188,15 +249,11 @@ def _plan(pipe: Savable) -> dict[str, Any]:
 def _graph(pipe: Savable) -> dict[str, Any]:
     traced, assignment = pipe.traced, pipe.assignment
     signature = traced.signature
-    modules = {c.__module__ for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)}
+    kinds = [c for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)]
     return {
-        "namedtuples": sorted(
-            f"{c.__module__}:{c.__qualname__}"
-            for spec in (signature.spec, traced.out_spec)
-            for c in classes_in(spec)
-            if issubclass(c, tuple) and hasattr(c, "_fields")
+        "classes": sorted(
+            {f"{c.__module__}:{c.__qualname__}" for c in kinds if c.__module__ not in _PYTHONS}
         ),
-        "imports": sorted(m for m in modules if m not in ("builtins", "collections")),
         "signature": encode_signature(signature.signature),
         "spec": spec_to_text(signature.spec),
         "names": list(signature.names),

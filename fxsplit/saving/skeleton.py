@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..callables import name_of, resolve_name
+from ..callables import name_of
+from ..compare import equal
 from ..compat import RNN_CACHES, restore_rnn, tree_leaves, tree_unflatten
 from ..errors import SerializeError
 from ..graph import is_within
 from ..ir import Traced
-from .values import CannotEncodeError, decode, encode
+from .trust import Names
+from .values import CannotEncodeError, Decoder, encode
 
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 
@@ -38,6 +40,7 @@ def describe(model: nn.Module, traced: Traced) -> dict[str, Any]:
                     continue
                 known = first.setdefault(id(tensor), name)
                 row: list[Any] = [name, kind, known if known != name else None, tensor.requires_grad]
+                row.append(list(tensor.shape))
                 row.append(None if name in persistent or known in persistent else encode(tensor))
                 tensors.append(row)
     modules = []
@@ -107,7 +110,9 @@ class Skeleton(nn.Module):
         return tree_unflatten(tree_leaves(flat), traced.out_spec)
 
 
-def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> nn.Module:
+def rebuild(
+    data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor], decoder: Decoder, names: Names
+) -> nn.Module:
     """The modules that `describe` described, with the values of a state_dict.
 
     Raises:
@@ -118,50 +123,71 @@ def rebuild(data: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> 
     for path, same_as, training, described in data["modules"]:
         if path:
             owner, _, leaf = path.rpartition(".")
-            made[path] = made[same_as] if same_as is not None else _made(path, described)
+            made[path] = made[same_as] if same_as is not None else _made(path, described, decoder, names)
             made[owner]._modules[leaf] = made[path]
         made[path].training = training
-    missing = []
-    tensors: dict[str, torch.Tensor] = {}
+    values = _values(data["tensors"], state_dict, decoder)
+    tensors: dict[str, torch.Tensor | None] = {}
     for name, kind, *row in data["tensors"]:
         owner, _, leaf = name.rpartition(".")
         table = made[owner]._parameters if "parameter" in (kind, *row) else made[owner]._buffers
         if kind == "none":
             table[leaf] = None
             continue
-        same_as, requires_grad, stored = row
-        if same_as is not None:
-            table[leaf] = tensors[same_as]  # type: ignore[assignment]
-            continue
-        value = decode(stored) if stored is not None else state_dict.get(name)
-        if value is None:
-            missing.append(name)
-            continue
-        value = value.detach().clone()
-        tensors[name] = nn.Parameter(value, requires_grad) if kind == "parameter" else value
-        table[leaf] = tensors[name]  # type: ignore[assignment]
+        same_as, requires_grad, _, stored = row
+        if same_as is None:
+            value = values[name]
+            tensors[name] = nn.Parameter(value, requires_grad) if kind == "parameter" else value
+        table[leaf] = tensors[name if same_as is None else same_as]  # type: ignore[assignment]
         if stored is not None and kind == "buffer":
             made[owner]._non_persistent_buffers_set.add(leaf)
-    extra = [
-        name
-        for name in state_dict
-        if name not in {row[0] for row in data["tensors"]} and "_extra_state" not in name
-    ]
-    if missing or extra:
-        raise SerializeError(
-            f"the state_dict does not fit: missing {missing[:3]}, unknown {extra[:3]}",
-            remedy="give the state_dict of the model that was saved",
-        )
     for name, value in data["attributes"]:
         owner, _, leaf = name.rpartition(".")
-        made[owner].__dict__[leaf] = decode(value)
+        made[owner].__dict__[leaf] = decoder(value)
     for module in root.modules():
         if isinstance(module, nn.RNNBase):
             restore_rnn(module)
     return root
 
 
-def _made(path: str, described: Mapping[str, Any] | None) -> nn.Module:
+def _values(
+    rows: Sequence[Sequence[Any]], state_dict: Mapping[str, torch.Tensor], decoder: Decoder
+) -> dict[str, torch.Tensor]:
+    """Name → value, of the tensors that are not tied to an earlier one. One name of several for a tensor is enough.
+
+    Raises:
+        SerializeError: the state_dict lacks some, has others, or has them in other shapes.
+    """
+    tensors = {row[0]: row for row in rows if row[1] != "none"}
+    ties: dict[str, list[str]] = {}
+    for name, row in tensors.items():
+        ties.setdefault(row[2] or name, []).append(name)
+    values, missing, odd = {}, [], [n for n in state_dict if n not in tensors and "_extra_state" not in n]
+    for first, tied in ties.items():
+        stored = tensors[first][5]
+        given = [state_dict[n] for n in tied if n in state_dict] if stored is None else [decoder(stored)]
+        if not given:
+            missing.append(first)
+            continue
+        if list(given[0].shape) != tensors[first][4]:
+            odd.append(f"{first} of shape {list(given[0].shape)} for {tensors[first][4]}")
+        if any(other is not given[0] and not equal(other, given[0]) for other in given[1:]):
+            odd.append(f"{' and '.join(tied)}, which are one tensor, with two values")
+        values[first] = given[0].detach().clone()
+    if missing or odd:
+        raise SerializeError(
+            f"the state_dict does not fit: missing {missing[:3]}, unknown {odd[:3]}",
+            remedy="give the state_dict of the model that was saved",
+        )
+    return values
+
+
+def class_names(data: Mapping[str, Any]) -> list[Any]:
+    """The names of the classes of the modules that `rebuild` makes."""
+    return [row[3]["class"] for row in data["modules"] if row[3] is not None and "class" in row[3]]
+
+
+def _made(path: str, described: Mapping[str, Any] | None, decoder: Decoder, names: Names) -> nn.Module:
     if described is None:
         return nn.Module()
     if "why_not" in described:
@@ -169,9 +195,11 @@ def _made(path: str, described: Mapping[str, Any] | None) -> nn.Module:
             f"{path!r} cannot be made from a state_dict: {described['why_not']}",
             remedy="fxsplit.load(folder, model) with the model itself",
         )
-    kind: Any = resolve_name(described["class"])
+    kind: Any = names.find_class(described["class"], nn.Module)
     module: nn.Module = kind.__new__(kind)
     nn.Module.__init__(module)
     for key, value in described["attributes"].items():
-        module.__dict__[key] = decode(value)
+        if key in _OWN:
+            raise ValueError(f"{path}.{key} is an attribute of every module's")
+        module.__dict__[key] = decoder(value)
     return module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -279,6 +279,16 @@ def _asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]
     modules = dict(model.named_modules(remove_duplicate=False))
     first_name = {id(module): name for name, module in model.named_modules()}
     paths: dict[str, str] = {}
+    if isinstance(leaf_modules, str) or not isinstance(leaf_modules, Iterable):
+        raise ArgumentError(
+            f"leaf_modules={leaf_modules!r} is no list", remedy=f"leaf_modules=[{leaf_modules!r}]"
+        )
+    for leaf in leaf_modules:
+        if not isinstance(leaf, str | type):
+            raise ArgumentError(
+                f"leaf_modules has {leaf!r}, neither a module's path nor a class",
+                remedy='leaf_modules=["h.4", Block]',
+            )
     for leaf in leaf_modules:
         if isinstance(leaf, str) and leaf not in modules:
             raise TraceError(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..assumptions import CALLER
-from ..compat import functorch_levels, sdpa_switches, tree_leaves
+from ..compat import function_apply, functorch_levels, sdpa_switches, tree_leaves
 from .reads import Reads
 from .refusal import CannotInlineError
 from .source import is_ours
@@ -86,11 +86,11 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
             return call(module, *args, **kwargs)
         return tracer.call_module(eager, module, args, kwargs)
 
-    apply: Any = torch.autograd.Function.__dict__["apply"]
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        original = function_apply(cls)
 
-    def function_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return apply.__func__(cls, *args, **kwargs)
+            return original(*args, **kwargs)
 
         if tracer.is_tracing() and any(isinstance(a, torch.Tensor) for a in tree_leaves((args, kwargs))):
             return tracer.call_function(call, cls, args, kwargs)
@@ -109,7 +109,7 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
 
     yield nn.Module, "__call__", module_call
     yield nn.Module, "training", property(read_mode, write_mode)
-    yield torch.autograd.Function, "apply", classmethod(function_apply)
+    yield torch.autograd.Function, "apply", classmethod(apply)
     if tracer.says_compiling:
         is_compiling = torch.compiler.is_compiling
 

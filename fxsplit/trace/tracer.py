@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..assumptions import ASKED, global_hooks
-from ..compat import storage_key, transforms_left, tree_leaves
+from ..compat import last_node, storage_key, transforms_left, tree_leaves
 from ..ops import guard
 from ..replication import callbacks_of
 from ..seen import Seen, seen
@@ -561,7 +561,7 @@ class ValueTracer(TorchFunctionMode):
         if reason is not None:
             return self._call_whole(original, module, path, args, kwargs)
         read, asked = self.reads.mark(), len(self.asked)
-        mark, last = len(self._undo), next(reversed(self.graph.nodes), None)
+        mark, last = len(self._undo), last_node(self.graph)
         stack, before = list(self._stack), attributes_of(module)
         grad_mode, generator = torch.is_grad_enabled(), torch.get_rng_state()
         self._stack.append(path)
