@@ -228,7 +228,7 @@ def _digest(value: Any) -> str:
         if plain.layout is torch.strided:
             held = plain.flatten().tolist()
         else:  # not made dense: it may be large
-            coo = plain.to_sparse_coo().coalesce()
+            coo = plain.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
             held = [coo.indices().tolist(), coo.values().tolist()]
         data = repr((value.dtype, tuple(value.shape), held)).encode()
     else:

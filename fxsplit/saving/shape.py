@@ -149,6 +149,7 @@ _FACTS = {
     "buffers": [PATH],
     "stateful": bool,
     "returns": Either(None, WORD),
+    "alias": Either(None, WORD),
     "random": bool,
     "rng_state": bool,
 }
