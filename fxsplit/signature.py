@@ -59,12 +59,15 @@ class Signature:
         """
         signature = inspect.signature(forward)
         bound = _bind(signature, args, kwargs)
+        for given, value in bound.arguments.items():
+            _refuse_packed(given, value)
         leaves, spec = tree_flatten(dict(bound.arguments))
         names = tuple(_readable(path) for path, _ in tree_flatten_with_paths(dict(bound.arguments)))
         arguments, constants = [], {}
         taken: set[str] = set()
         for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, torch.Tensor):
+                _refuse_layout(name, leaf)
                 argument = re.split(r"[\[.]", name, maxsplit=1)[0]
                 arguments.append(
                     Argument(name, _identifier(name, taken), argument, leaf.dtype, leaf.device, leaf.dim())
@@ -121,6 +124,33 @@ class Signature:
         args, kwargs = bound.args, bound.kwargs
         named = dict(zip(self.signature.parameters, args, strict=False))
         return args[:count], {name: kwargs[name] if name in kwargs else named[name] for name in by_name}
+
+
+def _refuse_packed(name: str, value: Any) -> None:
+    if _holds_packed(value):
+        raise ArgumentError(
+            f"argument {name!r} is a PackedSequence, whose rows cannot be told apart",
+            remedy="pass the padded tensor and the lengths, and pack them in forward: "
+            "nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)",
+        )
+
+
+def _holds_packed(value: Any) -> bool:
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        return True
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return any(map(_holds_packed, inside))
+
+
+def _refuse_layout(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ArgumentError(
+            f"argument {name!r} is a {kind} tensor, which cannot be cut into micro-batches or handed from stage to stage",
+            remedy=f"pass it as a dense one ({name}.to_padded_tensor(0.0), with a mask)"
+            if tensor.is_nested
+            else f"pass {name}.to_dense(), or its indices and values as two arguments",
+        )
 
 
 def _bind(

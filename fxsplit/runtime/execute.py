@@ -349,8 +349,9 @@ class Call:
         roots = [root for part in parts for root in part.roots]
         seeds = [seed for part in parts for seed in part.seeds]
         wanted = [leaf for part in parts for leaf in part.leaves]
-        wanted += {id(p): p for part in parts for p in part.shared.values()}.values()
-        weights = list({id(p): p for part in parts for p in part.alone.values()}.values())
+        # A parameter that was frozen since the forward gets no gradient, as in autograd.
+        wanted += {id(p): p for part in parts for p in part.shared.values() if p.requires_grad}.values()
+        weights = list({id(p): p for part in parts for p in part.alone.values() if p.requires_grad}.values())
         found: list[torch.Tensor | None] = [None] * (len(wanted) + len(weights))
         late: Callable[[], list[torch.Tensor | None]] | None = None
         if roots and actions[0].kind == "I" and self._is_halved(stage, i):
@@ -440,6 +441,8 @@ class Call:
                 self.parameter_gradients[fqn, i] = gradient
         own = {fqn: found.pop(id(leaf), None) for fqn, leaf in part.alone.items()}
         if late is not None:
+            for fqn in [fqn for fqn, p in part.alone.items() if not p.requires_grad]:
+                self._add(fqn, i, own.pop(fqn))
             self.weight_halves[stage.index, i] = _WeightHalf(own, late)
             return
         for fqn, gradient in own.items():

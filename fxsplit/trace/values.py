@@ -99,6 +99,12 @@ class TracedInt(TracedNumber, torch.SymInt):
         """Of the value; baked in."""
         return int(self).bit_length()
 
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
 
 class TracedFloat(TracedNumber, torch.SymFloat):
     """A float of the traced program."""
