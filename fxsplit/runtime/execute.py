@@ -573,7 +573,9 @@ class Call:
         return Stream(functools.partial(self.seed.of, i, stage.index))
 
     def _as_said(self, stage: Stage, replica: Replica) -> contextlib.AbstractContextManager[None]:
-        if stage.index not in self.how.watched:
+        if (
+            stage.index not in self.how.watched or stage.index in self.how.rounds
+        ):  # copies that meet see to it themselves
             return contextlib.nullcontext()
         return as_said(stage, replica.module)
 

@@ -540,7 +540,7 @@ class Pipeline(nn.Module):
         return "\n".join(lines)
 
     def verify_micro_batches(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Compare with the model on the same micro-batches, one after the other.
+        """Compare outputs and buffers with the model's on the same micro-batches, one after the other.
 
         Returns:
             False if they are not comparable: random numbers, or statistics of the whole batch.
@@ -561,7 +561,9 @@ class Pipeline(nn.Module):
             return flat[0]
 
         whole = in_micro_batches(beside.model, beside.traced, self.dims, self.merges, rows)
-        verify_numerics(beside.model, beside.traced, split, inputs, whole, of=self.model)
+        # Without gradients: a loop goes backward with each micro-batch before the next one writes to buffers.
+        with torch.no_grad():
+            verify_numerics(beside.model, beside.traced, split, inputs, whole, of=self.model)
         return True
 
     def report(self) -> str:

@@ -15,6 +15,7 @@ from ..graph import is_within, region_modules, resolve
 from ..ir import Program, Stage
 from ..reach import reach
 from ..recompute import Surroundings, is_torchs, storages_of
+from ..replication import callbacks_of
 from ..state import Snapshot
 
 _REMEDY = "compile with an example on which the model does this too, so that it is done in order"
@@ -33,6 +34,8 @@ def shared_objects(program: Program) -> list[Shared]:
     found: dict[int, tuple[Any, dict[str, int]]] = {}
     for stage in program.stages:
         for path, module in whole_modules(stage):
+            if any(map(callbacks_of, module.modules())):
+                continue  # copies that talk to each other see to it themselves
             for key, value in reach(module).objects.items():
                 found.setdefault(key, (value, {}))[1][path] = stage.index
     return [Shared(value, tuple(paths)) for value, paths in found.values() if len({*paths.values()}) > 1]

@@ -324,7 +324,7 @@ def _refuse_root(model: nn.Module) -> None:
         )
     elif "forward" not in vars(model) and type(model).forward is nn.Module.forward:
         what, instead = "has no forward", "compile a module that can be called"
-    elif type(model).__call__ is not nn.Module.__call__:
+    elif type(model).__call__ is not nn.Module.__call__ and not isinstance(model, fx.GraphModule):
         what, instead = (
             "has a __call__ of its own, which a pipeline does not run: it has the model's forward",
             "move what __call__ does into forward, or into a module around it",
