@@ -43,19 +43,8 @@ def check_devices(model: nn.Module, assignment: Assignment) -> None:
         PlanError: names the first stage on one.
     """
     without = {t.is_meta for t in (*model.parameters(), *model.buffers())}
-    for stage, device in ((s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)):
-        if without - {device.type == "meta"}:
-            raise PlanError(
-                f"stage {stage} is placed on {device}, "
-                + (
-                    "and the model has values"
-                    if device.type == "meta"
-                    else "and the model is on meta: it has no values"
-                ),
-                remedy="leave out devices=, or fxsplit.preview(model, plan, ...), which places nothing"
-                if True in without
-                else "devices that hold values, such as devices='cpu'",
-            )
+    placed = [(s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)]
+    for stage, device in placed:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
@@ -63,6 +52,16 @@ def check_devices(model: nn.Module, assignment: Assignment) -> None:
                 f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
                 remedy="name devices that this machine has, such as devices='cpu'",
             ) from None
+    for stage, device in placed:
+        if without - {device.type == "meta"}:
+            meta = device.type == "meta"
+            raise PlanError(
+                f"stage {stage} is placed on {device}, "
+                + ("and the model has values" if meta else "and the model is on meta: it has no values"),
+                remedy="leave out devices=, or fxsplit.preview(model, plan, ...), which places nothing"
+                if True in without
+                else "devices that hold values, such as devices='cpu'",
+            )
 
 
 @contextlib.contextmanager

@@ -100,9 +100,12 @@ class Recorder(fx.Interpreter):
         self.record.nodes[n.name] = self._refs(value), len(self.record.steps)
         return value
 
-    def add(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+    def refs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of an operation, before it is done: some change the shape of what they are given."""
+        return self._refs(args), self._refs(kwargs)
+
+    def add(self, func: OpOverload, given: tuple[Any, Any], args: Any, result: Any) -> None:
         """Write down one operation."""
-        given = self._refs(args), self._refs(kwargs)
         outputs = tuple(self._ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         if "lift_fresh" in func._schema.name and args[0].numel() == 1 and not args[0].is_meta:
             given[1]["number"] = args[0].item()  # a tensor made of a number of Python's
@@ -162,6 +165,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = self.recorder.refs(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        self.recorder.add(func, args, kwargs or {}, result)
+        self.recorder.add(func, given, args, result)
         return result
