@@ -524,7 +524,11 @@ class Pipeline(nn.Module):
             lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
             now, example = self.active, self._example_now()
             beside = now._beside_example()
-            with torch.set_grad_enabled(now.traced.assumptions.grad):
+            # Backward in this thread, which has the lock: autograd's own for a device would wait for it.
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                torch.set_grad_enabled(now.traced.assumptions.grad),
+            ):
                 verify_numerics(beside.model, beside.traced, now.run_whole, example, of=self.model)
                 lines.append(
                     "numbers: outputs, gradients, buffers and random state equal the model's on the example"
