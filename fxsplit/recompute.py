@@ -103,7 +103,12 @@ class Surroundings:
             for module, parameters, buffers, attributes in self._tables:
                 if attributes and not _equal(module.__dict__, attributes):
                     name = next(
-                        (k for k, v in attributes.items() if not _alike(module.__dict__.get(k), v)), None
+                        (
+                            k
+                            for k, v in attributes.items()
+                            if k not in _CACHES and not _alike(module.__dict__.get(k), v)
+                        ),
+                        None,
                     )
                     if name == "training":
                         return "the mode was changed (train() or eval() was called)"
@@ -140,6 +145,10 @@ class Surroundings:
     def _users_name(self, name: str) -> str:
         first, dot, rest = name.partition(".")
         return f"{self._paths.get(first, first)}{dot}{rest}"
+
+
+# What recurrent layers make anew of their parameters, whenever these are others.
+_CACHES = ("_flat_weights", "_flat_weight_refs")
 
 
 def _tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -182,8 +182,26 @@ class Pipeline(nn.Module):
 
         What is moved here is moved in the caller's autograd graph: its gradient goes back to the caller's device.
         """
-        slots = zip(inputs, self.traced.signature.arguments, self._read_on, strict=True)
+        slots = list(zip(inputs, self.traced.signature.arguments, self._read_on, strict=True))
+        if any(x.device != a.device for x, a, _ in slots):
+            self._check_homes()
         return [x if x.device == a.device or read <= {x.device} else x.to(a.device) for x, a, read in slots]
+
+    def _check_homes(self) -> None:
+        """Refuse a model that was moved after it was compiled: its arguments have been moved, too.
+
+        Raises:
+            ArgumentError: a parameter is not on the device of its stage.
+        """
+        for stage in self.stages:
+            homes = {torch.empty(0, device=d).device for d in (stage.row or (stage.device,))}
+            for fqn, parameter in stage.named_parameters():
+                if parameter.device not in homes:
+                    raise ArgumentError(
+                        f"{fqn} is on device {parameter.device}, and its stage on {stage.device}: the model was moved after "
+                        "it was compiled",
+                        remedy="pipe.recompile(), which compiles it where it is now",
+                    )
 
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
         every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
