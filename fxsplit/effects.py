@@ -75,13 +75,20 @@ def of_module(module: nn.Module) -> May:
 
 def is_known(module: nn.Module) -> bool:
     """Whether it is a layer of torch.nn's, without hooks: what such a one does is in the tables above."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    return type(module).__module__.startswith(("torch.nn.modules", "torch.nn.parallel")) and not has_hooks(
+        module
     )
-    return type(module).__module__.startswith(("torch.nn.modules", "torch.nn.parallel")) and not any(hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module itself has hooks of its forward or backward."""
+    tables = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(tables)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -131,6 +131,10 @@ MIXED = {
         "numbers of rows",
     ),
     "the first row": (lambda m, h, y, t: y - m.gate * y[:1], "some of the rows"),
+    "a place that the number of rows says": (
+        lambda m, h, y, t: y * m.rates[y.size(0) : y.size(0) + 1],
+        "number of rows",
+    ),
     "softmax over rows": (lambda m, h, y, t: m.gate * h.softmax(0), "meet other rows"),
     "balance of a batch": (
         lambda m, h, y, t: (

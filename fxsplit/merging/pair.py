@@ -22,10 +22,6 @@ class Operand:
     state: Dependence
 
     @property
-    def value(self) -> int:
-        return self.ref.value
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.ref.shape
 
@@ -102,6 +98,10 @@ class Pair:
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument of this name, as given or by the schema's default."""
         return argument_of(self.whole, name, default)
+
+    def is_one_argument(self, name: str) -> bool:
+        """Whether the argument of this name is the same in both runs."""
+        return bool(argument_of(self.whole, name) == argument_of(self.part, name))
 
     def operand(self, argument: Any) -> Operand | None:
         """An argument that is a tensor."""

@@ -7,6 +7,7 @@ One without a rule makes its result Unknown. Rules that move rows about are in `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -81,7 +82,10 @@ def _of_constants(pair: Pair) -> Dependence:
     """Of operands that are the same for all: so is the result, unless its size follows the batch."""
     if not shapes_that_grow(pair):
         counted = pair.counts_rows and pair.name in ("mul", "scalar_tensor", "lift_fresh", "lift_fresh_copy")
-        return SAME if pair.same_scalars or pair.name in _RESHAPES else Sum() if counted else Mixed(NUMBER)
+        begins_alike = pair.name == "slice" and pair.is_one_argument("start") and pair.is_one_argument("step")
+        if pair.same_scalars or pair.name in _RESHAPES or begins_alike:
+            return SAME
+        return Sum() if counted else Mixed(NUMBER)
     if pair.name == "arange":
         (n,), (k,) = pair.shapes
         plain = (n, k) == pair.rows and not pair.argument("start") and pair.argument("step") in (None, 1)
@@ -89,7 +93,7 @@ def _of_constants(pair: Pair) -> Dependence:
     return grown(pair) if pair.name in ("expand", "repeat") else Mixed(NUMBER)
 
 
-_RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "as_strided")
+_RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "expand")
 
 
 def _filled(pair: Pair) -> Dependence:
@@ -357,7 +361,9 @@ def _multiplied(pair: Pair, a: Operand, b: Operand) -> Dependence:
         where = 0 if is_batch else rank - 1 if operand is b else len(a.shape) - 2
         free.append(Rows(where, state.outer, state.inner, state.divided))
     if contracted:
-        alike = len(contracted) == 2 and replaced(contracted[0]) == replaced(contracted[1])
+        alike = len(contracted) == 2 and replace(contracted[0], divided=False) == replace(
+            contracted[1], divided=False
+        )
         if free or not alike or contracted[0].inner is None:
             return Mixed("multiplies rows of the batch by other rows")
         times = contracted[0].divided + contracted[1].divided
@@ -368,11 +374,6 @@ def _multiplied(pair: Pair, a: Operand, b: Operand) -> Dependence:
         return Mixed(SIZED) if per_row and other.shape[0] != 1 else free[0]
     batches = rank == 3 and free[0] == free[1] and free[0].dim == 0 and not free[0].divided
     return free[0] if batches else Mixed("multiplies rows of the batch by other rows")
-
-
-def replaced(rows: Rows) -> Rows:
-    """The same rows, whether divided or not."""
-    return Rows(rows.dim, rows.outer, rows.inner)
 
 
 # -- one row at a time -------------------------------------------------------------------------------------------

@@ -7,16 +7,7 @@ from typing import Any
 
 from torch import nn
 
-
-def has_hooks(model: nn.Module) -> bool:
-    """Whether the model itself has hooks of its forward or backward."""
-    tables = (
-        model._forward_pre_hooks,
-        model._forward_hooks,
-        model._backward_pre_hooks,
-        model._backward_hooks,
-    )
-    return any(tables)
+from ..effects import has_hooks
 
 
 def call_with_hooks(

@@ -21,6 +21,7 @@ from ..arguments import explained
 from ..batch import BatchDims
 from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
+from ..effects import has_hooks
 from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
 from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
@@ -48,7 +49,7 @@ from .ddp import Reducers
 from .events import ActionHook
 from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
-from .hooks import call_with_hooks, has_hooks
+from .hooks import call_with_hooks
 from .inside import LossInside
 from .kept import kept_by_device
 from .model_face import handed_on, says_what_it_takes
