@@ -2,7 +2,7 @@
 
 from . import errors, testing
 from .actions import Action, Schedule
-from .budget import Budget
+from .checkpoint import Budget
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
 from .cost.model import NodeCost

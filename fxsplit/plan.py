@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +13,7 @@ from torch import nn
 
 from .actions import Schedule
 from .arguments import PLAN_SPELLINGS, explained
-from .budget import Budget
+from .checkpoint import Checkpoint
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
@@ -25,7 +24,6 @@ EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
 SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
 ANOMALIES = ("nan", "inf")
-CHECKPOINTS = ("always", "except_last", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,7 @@ class Plan:
     micro_batches: int = None  # type: ignore[assignment]  # a number once the plan is made
     schedule: str | Schedule = "gpipe"
     workers: int | None = None
-    checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
+    checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Checkpoint = "never"
     replicas: int | str | Sequence[int] = 1
     gather: bool = True
     threads: int | None = None
@@ -145,7 +143,7 @@ class Plan:
         self._one_way_to_cut()
         self._check_cost()
         self._check_choice("effort", EFFORTS)
-        self._check_checkpoint()
+        self._set("checkpoint", Checkpoint.of(self.checkpoint))
         follows = _is_left_out(self.micro_batches)  # the replicas, which are looked at later
         if follows:
             self._set(
@@ -243,23 +241,6 @@ class Plan:
             )
         names = tuple(c.__name__ if isinstance(c, type) else c for c in listed)
         self._set("no_split_module_classes", names)
-
-    def _check_checkpoint(self) -> None:
-        value = self.checkpoint
-        if isinstance(value, list | tuple) and value and all(isinstance(path, str) for path in value):
-            self._set("checkpoint", tuple(value))
-        elif isinstance(value, str) and re.match(r"\s*[0-9]", value):
-            raise PlanError(
-                f"checkpoint={value!r} is not known", remedy=f"checkpoint=fxsplit.Budget({value!r})"
-            )
-        elif isinstance(value, str):
-            self._check_choice("checkpoint", CHECKPOINTS)
-        elif not isinstance(value, Budget) and not callable(value):
-            raise PlanError(
-                f"checkpoint={value!r} is no policy",
-                remedy='"always", "except_last", "never", ["h.4", "h.5"], a function (path, module) -> bool, '
-                'or fxsplit.Budget("2GiB")',
-            )
 
     def _check_schedule(self) -> None:
         if isinstance(self.schedule, Schedule):
@@ -491,6 +472,11 @@ class Plan:
             raise PlanError(
                 f"{field}={value!r} is not known", remedy=did_you_mean(str(value), choices, label="choices")
             )
+
+    @property
+    def recomputation(self) -> Checkpoint:
+        """The checkpoint policy, which answers what is computed again."""
+        return Checkpoint.of(self.checkpoint)
 
     @property
     def loss_inside(self) -> bool:

@@ -164,27 +164,12 @@ def _checked(seconds: dict[str, float]) -> dict[str, float]:
 
 def _recomputation(model: nn.Module, traced: Traced, plan: Plan) -> dict[str, float]:
     """Node name → how often its forward is computed again, by the checkpoint policy as far as it is known beforehand."""
-    m = plan.micro_batches
-    everywhere = {"always": 1.0, "except_last": (m - 1) / m}
-    share = everywhere.get(plan.checkpoint, 0.0) if isinstance(plan.checkpoint, str) else 0.0
-    chosen = recomputed_paths(model, plan)
+    share, chosen = plan.recomputation.share(plan.micro_batches), plan.recomputation.paths(model)
     facts = traced.facts
     return {
         node.name: share or float(any(is_within(facts[node.name].module_path, path) for path in chosen))
         for node in compute_nodes(traced.graph)
     }
-
-
-def recomputed_paths(model: nn.Module, plan: Plan) -> list[str]:
-    """The modules that the plan computes again, where it names them."""
-    policy = plan.checkpoint
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if isinstance(policy, tuple):
-        first_name = {id(module): name for name, module in model.named_modules()}
-        return [first_name[id(modules[path])] for path in policy if path in modules]
-    if callable(policy):
-        return [path for path, module in model.named_modules() if path and policy(path, module)]
-    return []
 
 
 def needs_figures(plan: Plan) -> bool:
