@@ -5,7 +5,7 @@ from .actions import Action, Schedule
 from .checkpoint import Budget
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
-from .cost.model import NodeCost
+from .costs import NodeCost
 from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load

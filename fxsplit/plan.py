@@ -14,12 +14,12 @@ from torch import nn
 from .actions import Schedule
 from .arguments import PLAN_SPELLINGS, explained
 from .checkpoint import Checkpoint
+from .costs import Cost
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
 from .plan_files import fields_of, plain_fields, read_fields, write_fields
 
-COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
 SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
@@ -118,7 +118,7 @@ class Plan:
     balance: Sequence[int] | None = None
     cut: Sequence[str] | None = None
     device_map: str | Mapping[str, Any] | None = None
-    cost: str | Mapping[str, float] | Callable[[Any], float] = "params"
+    cost: str | Mapping[str, float] | Callable[[Any], float] | Cost = "params"
     hardware: Device | str | Sequence[Device | str] | None = None
     optimizer_states: int | None = 2
     effort: str = "normal"
@@ -303,23 +303,7 @@ class Plan:
             self._set("devices", [self.devices[s % workers] for s in range(stages)])
 
     def _check_cost(self) -> None:
-        value = self.cost
-        if isinstance(value, str):
-            self._check_choice("cost", COSTS)
-        elif isinstance(value, Mapping):
-            for name, seconds in value.items():
-                number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-                if not isinstance(name, str) or not number or not 0 <= seconds < 1e15:
-                    raise PlanError(
-                        f"cost[{name!r}]={seconds!r} is not a node's name and its seconds",
-                        remedy="cost=pipe.assignment.costs, of a pipeline that was planned in seconds",
-                    )
-            self._set("cost", dict(value))
-        elif not callable(value):
-            raise PlanError(
-                f"cost={value!r} is no cost",
-                remedy=f"one of {', '.join(COSTS)}, a function of a node, or {{node name: seconds}}",
-            )
+        self._set("cost", Cost.of(self.cost))
         states = self.optimizer_states
         if states is not None and (not isinstance(states, int) or isinstance(states, bool) or states < 0):
             raise PlanError(
@@ -394,9 +378,9 @@ class Plan:
             self._set("hardware", devices)
         elif value is not None:
             self._set("hardware", described("hardware", value))
-        if self.cost == "roofline" and any(d.flops is None or d.bandwidth is None for d in self.described()):
+        if self.weighing.rates and any(d.flops is None or d.bandwidth is None for d in self.described()):
             raise PlanError(
-                'cost="roofline" needs the rate and the bandwidth of the device',
+                f'cost="{self.weighing.name}" needs the rate and the bandwidth of the device',
                 remedy='hardware="A100-80GB", or hardware=fxsplit.Device(flops=1e14, bandwidth=1e12)',
             )
 
@@ -472,6 +456,11 @@ class Plan:
             raise PlanError(
                 f"{field}={value!r} is not known", remedy=did_you_mean(str(value), choices, label="choices")
             )
+
+    @property
+    def weighing(self) -> Cost:
+        """The cost, which answers what a node adds to the load of its stage."""
+        return Cost.of(self.cost)
 
     @property
     def recomputation(self) -> Checkpoint:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .actions import Schedule
 from .checkpoint import Budget, Checkpoint
+from .costs import Cost
 from .errors import PlanError
 
 
@@ -20,15 +21,10 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain: dict[str, Any] = {}
     for name, value in fields.items():
-        if isinstance(value, Checkpoint):
+        if isinstance(value, Checkpoint | Cost):
             value = value.plain
         elif isinstance(value, Schedule):
             value = {"name": value.name, "csv": value.to_csv()}
-        elif callable(value):
-            raise PlanError(
-                f"{name}= is a function, which is not written to a file",
-                remedy="cost=pipe.assignment.costs",
-            )
         elif name == "hardware" and value is not None:
             value = [one.to_dict() for one in value] if isinstance(value, tuple) else value.to_dict()
         elif name == "optimizer_states" and value is None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..cost.model import parameter_copies, unit_of
+from ..cost.model import parameter_copies
 from ..cost.saved import Saved
 from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
@@ -321,7 +321,7 @@ def _said_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[in
 def _seconds_per_byte(plan: Plan, number: int) -> float:
     described = plan.described()
     link = described[number % len(described)].link
-    return 1 / link if link is not None and unit_of(plan) == "s" else 0.0
+    return 1 / link if link is not None and plan.weighing.unit == "s" else 0.0
 
 
 def _slowness(device: Device) -> float:

@@ -242,7 +242,7 @@ def _plan(pipe: Savable) -> dict[str, Any]:
     plan = pipe.plan
     if isinstance(plan.checkpoint, Where):
         plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
-    if callable(plan.cost):
+    if callable(plan.weighing.spelling):
         plan = plan.replace(cost=pipe.assignment.costs)
     return plan.to_dict()
 
