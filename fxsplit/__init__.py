@@ -2,10 +2,10 @@
 
 from . import errors, testing
 from .actions import Action, Schedule
-from .budget import Budget
+from .checkpoint import Budget
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
-from .cost.model import NodeCost
+from .costs import NodeCost
 from .hardware import ACCELERATORS, Device
 from .ir import Assignment, Program, Stage, Traced
 from .loading import load

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from .checkpoint import WORDS as CHECKPOINTS
 from .compiler import preview
+from .costs import CATALOG as COSTS
 from .demo.run import run_demo
 from .errors import ArgumentError, FxsplitError
 from .hardware import ACCELERATORS, Device, described
-from .plan import CHECKPOINTS, COSTS, EFFORTS, SCHEDULES, SHARED_WORKERS, Plan
+from .plan import EFFORTS, SCHEDULES, SHARED_WORKERS, Plan
 
 
 def _seconds(text: str) -> float:

@@ -16,6 +16,7 @@ from torch import nn
 from .actions import Schedule
 from .arguments import compile_spellings, explained
 from .batch import BatchDims
+from .checkpoint import Paths
 from .codegen.checkpoints import Runs, chosen_runs
 from .codegen.emit import generate
 from .codegen.memory import with_simulated_memory
@@ -265,9 +266,9 @@ def _other_pipeline(
     check: bool,
 ) -> Pipeline:
     """The pipeline of the other mode: every module stays where it is. It may have other stages, and lacks some modules."""
-    chosen = plan.checkpoint
-    if isinstance(chosen, tuple):  # some may run in one mode only
-        plan = plan.replace(checkpoint=lambda path, _: path in chosen)
+    chosen = plan.recomputation
+    if isinstance(chosen, Paths):  # some may run in one mode only
+        plan = plan.replace(checkpoint=lambda path, _: path in chosen.spelling)
     if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
         try:
             return _pipeline(model, other, plan, inputs, check)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,18 +13,17 @@ from torch import nn
 
 from .actions import Schedule
 from .arguments import PLAN_SPELLINGS, explained
-from .budget import Budget
+from .checkpoint import Checkpoint
+from .costs import Cost
 from .device_names import DeviceLike, device_map_of, device_name, memory_limits_of
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
 from .plan_files import fields_of, plain_fields, read_fields, write_fields
 
-COSTS = ("params", "memory", "flops", "roofline", "time")
 EFFORTS = ("normal", "search")
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
 SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
 ANOMALIES = ("nan", "inf")
-CHECKPOINTS = ("always", "except_last", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,7 @@ class Plan:
     balance: Sequence[int] | None = None
     cut: Sequence[str] | None = None
     device_map: str | Mapping[str, Any] | None = None
-    cost: str | Mapping[str, float] | Callable[[Any], float] = "params"
+    cost: str | Mapping[str, float] | Callable[[Any], float] | Cost = "params"
     hardware: Device | str | Sequence[Device | str] | None = None
     optimizer_states: int | None = 2
     effort: str = "normal"
@@ -130,7 +128,7 @@ class Plan:
     micro_batches: int = None  # type: ignore[assignment]  # a number once the plan is made
     schedule: str | Schedule = "gpipe"
     workers: int | None = None
-    checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Budget = "never"
+    checkpoint: str | Sequence[str] | Callable[[str, nn.Module], bool] | Checkpoint = "never"
     replicas: int | str | Sequence[int] = 1
     gather: bool = True
     threads: int | None = None
@@ -145,7 +143,7 @@ class Plan:
         self._one_way_to_cut()
         self._check_cost()
         self._check_choice("effort", EFFORTS)
-        self._check_checkpoint()
+        self._set("checkpoint", Checkpoint.of(self.checkpoint))
         follows = _is_left_out(self.micro_batches)  # the replicas, which are looked at later
         if follows:
             self._set(
@@ -244,23 +242,6 @@ class Plan:
         names = tuple(c.__name__ if isinstance(c, type) else c for c in listed)
         self._set("no_split_module_classes", names)
 
-    def _check_checkpoint(self) -> None:
-        value = self.checkpoint
-        if isinstance(value, list | tuple) and value and all(isinstance(path, str) for path in value):
-            self._set("checkpoint", tuple(value))
-        elif isinstance(value, str) and re.match(r"\s*[0-9]", value):
-            raise PlanError(
-                f"checkpoint={value!r} is not known", remedy=f"checkpoint=fxsplit.Budget({value!r})"
-            )
-        elif isinstance(value, str):
-            self._check_choice("checkpoint", CHECKPOINTS)
-        elif not isinstance(value, Budget) and not callable(value):
-            raise PlanError(
-                f"checkpoint={value!r} is no policy",
-                remedy='"always", "except_last", "never", ["h.4", "h.5"], a function (path, module) -> bool, '
-                'or fxsplit.Budget("2GiB")',
-            )
-
     def _check_schedule(self) -> None:
         if isinstance(self.schedule, Schedule):
             self._check_own_schedule(self.schedule)
@@ -322,23 +303,7 @@ class Plan:
             self._set("devices", [self.devices[s % workers] for s in range(stages)])
 
     def _check_cost(self) -> None:
-        value = self.cost
-        if isinstance(value, str):
-            self._check_choice("cost", COSTS)
-        elif isinstance(value, Mapping):
-            for name, seconds in value.items():
-                number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-                if not isinstance(name, str) or not number or not 0 <= seconds < 1e15:
-                    raise PlanError(
-                        f"cost[{name!r}]={seconds!r} is not a node's name and its seconds",
-                        remedy="cost=pipe.assignment.costs, of a pipeline that was planned in seconds",
-                    )
-            self._set("cost", dict(value))
-        elif not callable(value):
-            raise PlanError(
-                f"cost={value!r} is no cost",
-                remedy=f"one of {', '.join(COSTS)}, a function of a node, or {{node name: seconds}}",
-            )
+        self._set("cost", Cost.of(self.cost))
         states = self.optimizer_states
         if states is not None and (not isinstance(states, int) or isinstance(states, bool) or states < 0):
             raise PlanError(
@@ -413,9 +378,9 @@ class Plan:
             self._set("hardware", devices)
         elif value is not None:
             self._set("hardware", described("hardware", value))
-        if self.cost == "roofline" and any(d.flops is None or d.bandwidth is None for d in self.described()):
+        if self.weighing.rates and any(d.flops is None or d.bandwidth is None for d in self.described()):
             raise PlanError(
-                'cost="roofline" needs the rate and the bandwidth of the device',
+                f'cost="{self.weighing.name}" needs the rate and the bandwidth of the device',
                 remedy='hardware="A100-80GB", or hardware=fxsplit.Device(flops=1e14, bandwidth=1e12)',
             )
 
@@ -491,6 +456,16 @@ class Plan:
             raise PlanError(
                 f"{field}={value!r} is not known", remedy=did_you_mean(str(value), choices, label="choices")
             )
+
+    @property
+    def weighing(self) -> Cost:
+        """The cost, which answers what a node adds to the load of its stage."""
+        return Cost.of(self.cost)
+
+    @property
+    def recomputation(self) -> Checkpoint:
+        """The checkpoint policy, which answers what is computed again."""
+        return Checkpoint.of(self.checkpoint)
 
     @property
     def loss_inside(self) -> bool:

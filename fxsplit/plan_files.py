@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .actions import Schedule
-from .budget import Budget
+from .checkpoint import Budget, Checkpoint
+from .costs import Cost
 from .errors import PlanError
 
 
@@ -20,17 +21,10 @@ def plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain: dict[str, Any] = {}
     for name, value in fields.items():
-        if isinstance(value, Budget):
-            value = {"budget": value.nbytes}
+        if isinstance(value, Checkpoint | Cost):
+            value = value.plain
         elif isinstance(value, Schedule):
             value = {"name": value.name, "csv": value.to_csv()}
-        elif callable(value):
-            raise PlanError(
-                f"{name}= is a function, which is not written to a file",
-                remedy="cost=pipe.assignment.costs"
-                if name == "cost"
-                else "name the modules: checkpoint=[path for path, m in model.named_modules() if ...]",
-            )
         elif name == "hardware" and value is not None:
             value = [one.to_dict() for one in value] if isinstance(value, tuple) else value.to_dict()
         elif name == "optimizer_states" and value is None:

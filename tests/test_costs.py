@@ -13,8 +13,9 @@ from torch import nn
 import fxsplit
 from fxsplit import ACCELERATORS, Device, Plan, errors
 from fxsplit.__main__ import main
-from fxsplit.cost.model import node_costs, roofline_seconds
+from fxsplit.cost.model import node_costs
 from fxsplit.cost.saved import measured_saved
+from fxsplit.costs import roofline_seconds
 from fxsplit.demo.gpt import GPT
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
-from ..budget import Budget
+from ..checkpoint import Paths
 from ..cost.saved import Live, Saved, live_bytes, measured_saved
-from ..errors import PartitionError, did_you_mean
+from ..errors import PartitionError
 from ..graph import compute_nodes, enters, is_context, is_within, leaves
 from ..ir import Assignment, Traced
 from ..plan import Plan
@@ -28,18 +28,14 @@ def chosen_runs(
     """
     nodes = {node.name: node for node in compute_nodes(traced.graph)}
     stages = [[nodes[name] for name in names] for names in assignment.stages]
-    policy = plan.checkpoint
-    if policy == "never":
+    policy = plan.recomputation
+    if not policy.anything:
         return [[] for _ in stages]
-    if isinstance(policy, str):
+    if policy.everything:
         return [checkpoint_runs(traced, stage, [0] * len(stage)) for stage in stages]
-    if isinstance(policy, Budget):
-        return _within_budget(model, traced, assignment, plan, stages, inputs)
-    modules = dict(model.named_modules())
-    if callable(policy):
-        paths = [path for path, module in modules.items() if path and policy(path, module)]
-    else:
-        paths = _known_paths(model, policy)
+    if policy.limit is not None:
+        return _within_budget(model, traced, assignment, plan, stages, inputs, policy.limit)
+    paths = policy.paths(model)
     outermost = [p for p in paths if not any(o != p and is_within(p, o) for o in paths)]
     found = []
     for stage in stages:
@@ -47,7 +43,7 @@ def chosen_runs(
         found.append(
             checkpoint_runs(traced, stage, [None if p is None else outermost.index(p) for p in inside])
         )
-    for path in paths if not callable(policy) else ():
+    for path in paths if isinstance(policy, Paths) else ():
         runs = [
             stage[i] for stage, rows in zip(stages, found, strict=True) for a, b in rows for i in range(a, b)
         ]
@@ -63,18 +59,6 @@ def _path(traced: Traced, node: fx.Node) -> str:
     return traced.facts[node.name].module_path
 
 
-def _known_paths(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    first_name = {id(module): name for name, module in model.named_modules()}
-    for path in paths:
-        if path not in modules or not path:
-            raise PartitionError(
-                f"checkpoint= names {path!r}, which {type(model).__name__} does not have",
-                remedy=did_you_mean(path, [n for n in modules if n]),
-            )
-    return [first_name[id(modules[path])] for path in paths]
-
-
 def _within_budget(
     model: nn.Module,
     traced: Traced,
@@ -82,6 +66,7 @@ def _within_budget(
     plan: Plan,
     stages: Sequence[Sequence[fx.Node]],
     inputs: Sequence[torch.Tensor],
+    limit: int,
 ) -> list[Runs]:
     """Greedy knapsack: the region that frees most bytes for the work of computing it again, until the budget is kept.
 
@@ -90,8 +75,6 @@ def _within_budget(
     with them, they are left out, the largest first. (Choosing regions under a memory limit is a knapsack:
     Chen et al., 2016; Beaumont et al., 2019.)
     """
-    assert isinstance(plan.checkpoint, Budget)
-    limit = plan.checkpoint.nbytes
     saved = measured_saved(model, traced, inputs)
     chosen: list[Runs] = [[] for _ in stages]
     for device in dict.fromkeys(assignment.devices):

@@ -37,7 +37,7 @@ def with_simulated_memory(
         said = assignment.forecast.stages[stage]
         here = [nodes[name] for name in names]
         live = live_bytes(saved, [here], [runs[stage]], plan.micro_batches)
-        if plan.checkpoint == "except_last":
+        if plan.recomputation.first_whole:
             plain = live_bytes(saved, [here], [[]], plan.micro_batches).kept
             live = live.except_last(plain, plan.micro_batches)
         apart = len(set(assignment.rows[stage])) > 1

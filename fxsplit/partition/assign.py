@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..batch import BatchDims
-from ..cost.model import name_of, needs_figures, node_costs, unit_of, work_of
-from ..cost.saved import measured_saved
+from ..cost.model import figures_of, work_of
 from ..errors import PartitionError, PlanError, did_you_mean
 from ..graph import compute_nodes, is_within
 from ..ir import Assignment, Forecast, StageForecast, Traced
@@ -87,7 +86,7 @@ def partition(
     moving = travels(problem, cut)
     found = stage_figures(problem, cut, moving)
     forecast = Forecast(
-        unit_of(plan) if counted else "nodes",
+        plan.weighing.unit if counted else "nodes",
         lower_bound(problem),
         _stage_forecasts(figures, cut, stages, found, room),
         int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
@@ -99,7 +98,7 @@ def partition(
         stages,
         tuple(row[0] for row in rows),
         tuple(f.load for f in found),
-        name_of(plan) if counted else "nodes",
+        plan.weighing.name if counted else "nodes",
         {name: work for name, work in figures.works[0].items() if work or name not in reads},
         rows,
         forecast,
@@ -128,11 +127,10 @@ def weigh_nodes(
     model: nn.Module, traced: Traced, plan: Plan, units: Sequence[Unit], inputs: Sequence[torch.Tensor]
 ) -> Figures:
     """What the nodes cost; the example is run only where the plan asks for more than parameters."""
-    saved = measured_saved(model, traced, inputs) if needs_figures(plan) else None
-    costs = node_costs(model, traced, saved) if saved is not None else None
-    described = plan.described() if plan.cost == "roofline" else plan.described()[:1]
+    costs, saved = figures_of(model, traced, plan, inputs)
+    described = plan.described() if plan.weighing.rates else plan.described()[:1]
     kinds = list(dict.fromkeys(described))
-    works = tuple(work_of(model, traced, plan, inputs, costs, kind) for kind in kinds)
+    works = tuple(work_of(model, traced, plan, costs, kind) for kind in kinds)
     rows = BatchDims.of_example(traced.signature, inputs, plan.batch_dims).batch_size(inputs)
     return Figures(units, works, tuple(kinds.index(d) for d in described), saved, rows or 1)
 

@@ -145,7 +145,7 @@ def _variants(plan: Plan, devices: Sequence[str], batch: int) -> list[tuple[str,
     """Plans that need less memory, and what to type for them."""
     found = []
     training = plan.optimizer_states is not None
-    checkpointing = plan.checkpoint in ("always", "except_last")
+    checkpointing = plan.recomputation.everything
     m = plan.micro_batches
     same = list(devices)
     if training and not checkpointing:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from ..budget import Budget
 from ..compat import tree_leaves
-from ..cost.model import parameter_copies, recomputed_paths, unit_of
+from ..cost.model import parameter_copies
 from ..cost.saved import Saved
 from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
@@ -228,7 +227,7 @@ def _saved(
     """Each storage that is kept for backward, with the units that keep it."""
     if saved is None:
         return ()
-    chosen = recomputed_paths(model, plan)
+    chosen = plan.recomputation.paths(model)
     nodes = compute_nodes(traced.graph)
     inside = {
         n.name for n in nodes if any(is_within(traced.facts[n.name].module_path, path) for path in chosen)
@@ -322,7 +321,7 @@ def _said_slot(plan: Plan, stage: int, devices: Sequence[str], rows: Sequence[in
 def _seconds_per_byte(plan: Plan, number: int) -> float:
     described = plan.described()
     link = described[number % len(described)].link
-    return 1 / link if link is not None and unit_of(plan) == "s" else 0.0
+    return 1 / link if link is not None and plan.weighing.unit == "s" else 0.0
 
 
 def _slowness(device: Device) -> float:
@@ -376,9 +375,9 @@ def _room(plan: Plan, share: float) -> Weights:
     copies = float(parameter_copies(plan.optimizer_states))
     if plan.optimizer_states is None:
         return Weights(parameters=copies, traffic=1 / m)
-    if isinstance(plan.checkpoint, Budget):
-        return Weights(parameters=copies, fixed=float(plan.checkpoint.nbytes))
-    if plan.checkpoint in ("always", "except_last"):
+    if plan.recomputation.limit is not None:
+        return Weights(parameters=copies, fixed=float(plan.recomputation.limit))
+    if plan.recomputation.everything:
         return Weights(parameters=copies, traffic=share, saved=1 / m)
     # What crosses is held by both sides. Some of it is among what is kept, and so counted twice: rather too much.
     return Weights(parameters=copies, saved=share, traffic=share)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from tabulate import tabulate
 
-from ..budget import Budget
 from ..graph import module_paths
 from ..ir import Assignment, Traced
 from ..plan import Plan
@@ -54,7 +52,7 @@ def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mappi
         f"{_load(forecast.bound, forecast.unit)}, gap {gap:.1%}; {forecast.how}",
         f"{plan.schedule_name} with {plan.micro_batches} micro-batch{'es' if plan.micro_batches != 1 else ''}, "
         f"{f'{plan.workers} workers for the stages, ' if plan.workers else ''}"
-        f"{_replicas(assignment.replicas)}, checkpoint {_policy(plan.checkpoint)}; "
+        f"{_replicas(assignment.replicas)}, checkpoint {plan.checkpoint}; "
         f"predicted bubble {forecast.bubble:.1%}; {in_units(forecast.cut_bytes)} travel between stages",
     ]
     lines += [forecast.advice] if forecast.advice else []
@@ -94,11 +92,3 @@ def _scaled(count: float) -> str:
 def _span(modules: tuple[str, str]) -> str:
     first, last = (m or "(model)" for m in modules)
     return first if first == last else f"{first} … {last}"
-
-
-def _policy(checkpoint: Any) -> str:
-    if isinstance(checkpoint, tuple):
-        return ", ".join(checkpoint)
-    if isinstance(checkpoint, Budget):
-        return f"within {checkpoint.nbytes:_} bytes a device"
-    return "by a function" if callable(checkpoint) else str(checkpoint)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..actions import Action, Schedule
+from ..checkpoint import Checkpoint
 from ..cost.saved import Live, Saved, live_bytes
 from ..graph import region_runs
 from ..ir import Stage, Traced
@@ -20,7 +21,7 @@ def kept_by_device(
     stages: Sequence[Stage],
     schedule: Schedule,
     micro_batches: int,
-    checkpoint: Any,
+    checkpoint: Checkpoint,
 ) -> dict[torch.device, Live]:
     """Per device the bytes of activations that a batch like the example keeps.
 
@@ -33,9 +34,9 @@ def kept_by_device(
     """
     order = {n.name: n for n in traced.graph.nodes}
 
-    def simulated(group: Sequence[Stage], policy: Any) -> Live:
+    def simulated(group: Sequence[Stage], *, again: bool) -> Live:
         nodes = [[order[name] for name in stage.nodes] for stage in group]
-        runs: Sequence[Any] = [region_runs(stage) if policy != "never" else [] for stage in group]
+        runs: Sequence[Any] = [region_runs(stage) if again else [] for stage in group]
         return live_bytes(saved, nodes, runs, micro_batches)
 
     def most(added: Mapping[int, tuple[int, int]], device: torch.device, *, first_whole: bool) -> int:
@@ -55,8 +56,8 @@ def kept_by_device(
     found: dict[torch.device, Live] = {}
     for device in dict.fromkeys(d for stage in stages for d in stage.row):
         here = [s for s in stages if device in s.row]
-        again = [simulated(here[:k], "always") for k in range(len(here) + 1)]
-        whole = [simulated(here[:k], "never") for k in range(len(here) + 1)]
+        again = [simulated(here[:k], again=True) for k in range(len(here) + 1)]
+        whole = [simulated(here[:k], again=False) for k in range(len(here) + 1)]
         # What a stage keeps beyond those before it: they keep a value that they give at least as long.
         added = {
             stage.index: (again[k + 1].kept - again[k].kept, whole[k + 1].kept - whole[k].kept)
@@ -64,7 +65,7 @@ def kept_by_device(
         }
 
         kept, work = (
-            most(added, device, first_whole=checkpoint == "except_last"),
+            most(added, device, first_whole=checkpoint.first_whole),
             again[-1].peak - again[-1].kept,
         )
         # With one stage on each worker, what was kept whole has gone before anything is computed again.

@@ -609,7 +609,7 @@ class Pipeline(nn.Module):
             saved = measured_saved(beside.model, beside.traced, self._example_now())
         count = len(self.micro_batches(self.example)[1])
         schedule = self.schedule_for(count)
-        return kept_by_device(saved, self.traced, self.stages, schedule, count, self.plan.checkpoint)
+        return kept_by_device(saved, self.traced, self.stages, schedule, count, self.plan.recomputation)
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..batch import BatchDims
+from ..checkpoint import Where
 from ..code import StageModule, write
 from ..compat import classes_in, spec_to_text
 from ..errors import SerializeError
@@ -239,9 +240,9 @@ def _program(pipe: Savable) -> dict[str, Any]:
 
 def _plan(pipe: Savable) -> dict[str, Any]:
     plan = pipe.plan
-    if callable(plan.checkpoint):
+    if isinstance(plan.checkpoint, Where):
         plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
-    if callable(plan.cost):
+    if callable(plan.weighing.spelling):
         plan = plan.replace(cost=pipe.assignment.costs)
     return plan.to_dict()
 
