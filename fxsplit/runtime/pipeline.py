@@ -41,13 +41,13 @@ from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
-from ..schedules.needs import dependencies
 from ..schedules.simulate import staircase
+from ..schedules.tape import Tape
 from .autograd import PipelineFunction
+from .call import Call, Circumstances
 from .crew import Crew
 from .ddp import Reducers
 from .events import ActionHook
-from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks
 from .inside import LossInside
@@ -255,8 +255,8 @@ class Pipeline(nn.Module):
         asked: bool = False,
     ) -> Call:
         count, crew = len(chunks), self._crew
-        rounds = crew.rounds(count)
-        crew.check_can_meet(rounds)
+        meets = crew.meets(count)
+        crew.check_can_meet(meets)
         if replicas is None:
             found = crew.replicas()
             found.tell()
@@ -269,8 +269,7 @@ class Pipeline(nn.Module):
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
-            norms=crew.norms(rounds, replicas),
-            rounds=rounds,
+            norms=crew.norms(meets, replicas),
             drawing=crew.drawing(),
             shared=shared,
             watched=watched,
@@ -278,7 +277,7 @@ class Pipeline(nn.Module):
             asked=asked,
             rows=self.dims.batch_size,
         )
-        return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
+        return Call(crew.wiring, crew.tape_for(count, meets), chunks, parameters, how, replicas)
 
     def refresh_replicas(self) -> None:
         """Copy all parameters and buffers anew to replicas on other devices, in the next call.
@@ -439,7 +438,11 @@ class Pipeline(nn.Module):
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
-        return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
+        return self._crew.schedule_for(micro_batches, self._crew.meets(micro_batches))
+
+    def tape_for(self, micro_batches: int) -> Tape:
+        """What a call with this many micro-batches plays; proven."""
+        return self._crew.tape_for(micro_batches, self._crew.meets(micro_batches))
 
     def prove_schedule(self) -> None:
         """Prove the schedule of a batch like the example; of many micro-batches it goes on as it began.
@@ -449,12 +452,17 @@ class Pipeline(nn.Module):
         """
         rows, count = self.dims.batch_size(self.example) or 1, self.plan.micro_batches
         own = isinstance(self.plan.schedule, Schedule)  # as long as it is written down
-        self.schedule_for(count if own else max(1, min(count, rows, _PROVEN)))
+        self.tape_for(count if own else max(1, min(count, rows, _PROVEN)))
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a batch that fills every micro-batch."""
         return self.schedule_for(self.plan.micro_batches)
+
+    @property
+    def tape(self) -> Tape:
+        """The schedule's instructions, each with what it comes after; ``print(pipe.tape)`` shows them."""
+        return self.tape_for(self.plan.micro_batches)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
@@ -574,7 +582,7 @@ class Pipeline(nn.Module):
         _, rows = self.micro_batches(inputs)
         plan = self.plan
         random = any(stage.random for stage in self.stages) and self.model.training
-        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.rounds(len(rows)):
+        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.meets(len(rows)):
             return False
         beside = self._beside_example()
         replicas = plain_replicas(self.program)
@@ -613,7 +621,7 @@ class Pipeline(nn.Module):
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
-        return staircase(self.schedule, dependencies(self.program, in_turn=frozenset()))
+        return staircase(self.tape)
 
     def _beside_example(self) -> Pipeline:
         """This pipeline if its model is on the example's device, else one over a copy of the model that is."""

@@ -118,6 +118,11 @@ class Tape:
         return {number: tuple(workers) for number, workers in found.items()}
 
     @cached_property
+    def halves(self) -> bool:
+        """Whether it goes backward in two."""
+        return any(x.kind == "inputs" for x in self.instructions)
+
+    @cached_property
     def forward(self) -> Tape:
         """Its forwards alone: what ``pipe(x)`` plays."""
         return self._only(lambda kind: kind == "forward")
