@@ -262,7 +262,7 @@ class Call:
     def where(self, instruction: Instruction, error: BaseException) -> str:
         """What was done, where, when an error came."""
         stage, i = self.program.stages[instruction.stage], instruction.micro_batches[0]
-        what = {"forward": "forward", "loss": "loss behind", "weights": "backward (weights)"}
+        what = {"forward": "forward", "loss": "loss, before the backward", "weights": "backward (weights)"}
         first, last = stage.modules
         span = first if first == last else f"{first} … {last}"
         count = len(self.replicas[stage.index])

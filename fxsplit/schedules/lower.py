@@ -200,7 +200,9 @@ class _Lowering:
 
     def _members(self, action: Action) -> list[Action]:
         """The same action of all micro-batches that meet with this one, itself among them."""
-        size = self.meets.get(action.stage, 1)
+        size = self.meets.get(action.stage)
+        if size is None:
+            return [action]
         first = action.micro_batch // size * size
         return [action._replace(micro_batch=i) for i in range(first, first + size)]
 
