@@ -131,6 +131,7 @@ class Call:
         self.meetings = Meetings()
         self.left: list[threading.Thread] = []
         self.sums: dict[int, OrderedSum] = {}  # of the parameters that a stage reads alone
+        self.homes: dict[int, list[torch.device]] = {}  # and where these are
         self.sums_of_shared: dict[str, OrderedSum] = {}
         self.keep_graph = False
         self.loss: LossInside | None = None
@@ -179,6 +180,7 @@ class Call:
             owned = self.owned(role.stage.index, 0)
             if owned.alone:
                 self.sums[role.stage.index] = OrderedSum(count, len(owned.alone))
+                self.homes[role.stage.index] = [self.parameters[fqn].device for fqn in owned.alone]
             self.sums_of_shared.update((fqn, OrderedSum(count, 1)) for fqn in owned.owns)
 
     def release(self) -> None:
@@ -217,28 +219,29 @@ class Call:
         recomputed = role.regions and self.is_recomputed(micro_batch)
         return stage in self.halved and not recomputed and not role.stage.rng_state
 
-    def at(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor, or a copy on another device."""
-        return tensor if tensor.device == device else self.lanes.move(tensor, device)
-
     def add(self, stage: int, micro_batch: int, terms: Terms) -> None:
         """Add to the gradients of the parameters that no other stage reads, in the order of micro-batches."""
         if terms:
-            self._add(self.sums[stage], self.owned(stage, 0).alone, micro_batch, terms)
+            self._add(self.sums[stage], self.homes[stage], micro_batch, terms)
 
     def add_shared(self, micro_batch: int, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """The same for parameters that others read too, which this stage was the last to go backward through."""
         for fqn, gradient in gradients.items():
-            self._add(self.sums_of_shared[fqn], (fqn,), micro_batch, (gradient,))
+            home = self.parameters[fqn].device
+            self._add(self.sums_of_shared[fqn], (home,), micro_batch, (gradient,))
 
-    def _add(self, total: OrderedSum, fqns: Any, micro_batch: int, terms: Terms) -> None:
+    def _add(self, total: OrderedSum, homes: Sequence[torch.device], micro_batch: int, terms: Terms) -> None:
         """Where the parameters are."""
-        homes = [self.parameters[fqn].device for fqn in fqns]
-        moved = [g if g is None else self.at(g, home) for g, home in zip(terms, homes, strict=True)]
+        moved = [
+            g if g is None or g.device == home else self.lanes.move(g, home)
+            for g, home in zip(terms, homes, strict=True)
+        ]
+        if not self.lanes.has_queues:
+            total.add(micro_batch, moved)
+            return
         with contextlib.ExitStack() as adding:
-            if self.lanes.has_queues:
-                for term in moved:
-                    adding.enter_context(self.lanes.adding(term))
+            for term in moved:
+                adding.enter_context(self.lanes.adding(term))
             total.add(micro_batch, moved)
 
     # -- who waits for others --------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Crew:
         self._company: Company = Company() if other is None else other._company
         self._left: list[threading.Thread] = [] if other is None else other._left
         self._rates = {s.index: [resolve(model, path) for path in s.rates] for s in program.stages}
+        self._random = [s for s in program.stages if s.random]
         self._shared = shared_objects(program)
         self._watched = frozenset(
             s.index for s in program.stages if len(s.row) > 1 and not s.stateful and has_whole(s)
@@ -121,10 +122,10 @@ class Crew:
 
     def drawing(self) -> frozenset[int]:
         """The stages that may draw random numbers in a call, by the rates and modes of their layers now."""
+        if not self._random:
+            return frozenset()
         return frozenset(
-            s.index
-            for s in self._program.stages
-            if s.random and (not s.rates or any(map(draws_now, self._rates[s.index])))
+            s.index for s in self._random if not s.rates or any(map(draws_now, self._rates[s.index]))
         )
 
     def watching(self, micro_batches: int) -> tuple[Sequence[Shared], frozenset[int]]:
@@ -142,7 +143,7 @@ class Crew:
         Raises:
             ArgumentError: somebody else still waits, or a mode is in force.
         """
-        if any(thread.is_alive() for thread in self._left):
+        if self._left and any(thread.is_alive() for thread in self._left):
             raise ArgumentError(
                 "copies of a module still wait, since a call of the pipeline in which another one failed, and would take "
                 "what the copies of this call say to each other",

@@ -23,7 +23,7 @@ from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..effects import has_hooks
 from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
-from ..graph import bind, output_names, resolve
+from ..graph import bind, output_names
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
 from ..place import gathered
@@ -233,7 +233,7 @@ class Pipeline(nn.Module):
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
-            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
+            runner = Guarded(self._lock, self.model, call, self.dims, self.merges, rows, gather)
             with self._crew.anew_after_failure(call):
                 if grad:
                     tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
@@ -369,7 +369,7 @@ class Pipeline(nn.Module):
             parameters = self._trainable()
             new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=True, asked=new is not None)
-            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            runner = Guarded(self._lock, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
             with (
@@ -465,11 +465,8 @@ class Pipeline(nn.Module):
         return self.tape_for(self.plan.micro_batches)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
-        read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
-        found = {
-            fqn: resolve(self.model, fqn) for fqn in read
-        }  # torch.func.functional_call puts tensors there
-        return {fqn: p for fqn, p in found.items() if p.requires_grad}
+        """The parameters that get gradients. (torch.func.functional_call puts tensors there.)"""
+        return {fqn: p for fqn, p in self._watch.parameters.items() if p.requires_grad}
 
     # -- looking -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ class Values:
         readers: value → how often it is read; those that are not there are read by nobody.
 
     Attributes:
-        same: a value that is the same tensor as another one, in a micro-batch → that other one.
+        same: a value that is the same tensor as another one, in a micro-batch → the first of its names, under which
+            its gradient goes.
     """
 
     def __init__(self, readers: Mapping[str, int]) -> None:
@@ -57,13 +58,9 @@ class Values:
         """Nobody reads any more."""
         self._values.clear()
 
-    def tensor(self, name: str, i: int) -> str:
-        """The value under whose name the gradient of this one goes: of several names of one tensor the first."""
-        return self.same.get((name, i), name) if self.same else name
-
     def receive(self, name: str, i: int, row: Row) -> None:
         """Gradients of an output of the program, before anybody else's."""
-        key = self.tensor(name, i), i
+        key = self.same.get((name, i), name), i
         self._gradients[key] = added(self._gradients[key], row) if key in self._gradients else row
 
     def gradient(self, tensor: str, i: int) -> Row | None:

@@ -23,6 +23,7 @@ from ..assumptions import (
 )
 from ..compat import autocast_kinds
 from ..errors import AssumptionError
+from ..graph import resolve
 from ..ir import Program, Traced
 from ..rebind import use_current
 from ..replication import registered
@@ -225,6 +226,9 @@ class Watch:
         # Inlined modules of a model that was made from a state_dict have neither classes nor attributes.
         self._assumed = Assumptions() if isinstance(model, Skeleton) else traced.assumptions
         self._fingerprint: Fingerprint | None = None
+        self.parameters: dict[
+            str, Any
+        ] = {}  # FQN → what the stages read, a parameter or what stands there for one
         self.asked = Asked(traced, program)
 
     def use_current_modules(self) -> None:
@@ -243,6 +247,8 @@ class Watch:
             )
         for stage in self._program.stages:
             use_current(stage.module, stage.paths, self._model)
+        read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
+        self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
         self._fingerprint = Fingerprint(self._model, self._assumed)
 
     def circumstances(self, inputs: Sequence[torch.Tensor]) -> Key | None:

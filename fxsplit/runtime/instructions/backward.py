@@ -90,13 +90,13 @@ def _prepared(call: Call, stage_index: int, i: int) -> _Part:
     record = call.records[key] if call.keep_graph else call.records.pop(key)
     part = _Part(call.wiring.roles[stage_index].stage, i, record, call.owned(stage_index, i))
     for name, leaves in record.outputs.items():
-        if values.tensor(name, i) == name:
+        if (name, i) not in values.same:
             _seed(call, part, leaves, values.take_gradient(name, i))
     # Gradients from later readers enter here, so that autograd adds this stage's to them, in the order
     # of the unsplit model.
     tensors: set[str] = set()
     for name, leaves in record.inputs.items():
-        tensor = values.tensor(name, i)
+        tensor = values.same.get((name, i), name)
         if tensor not in tensors:
             _seed(call, part, leaves, values.gradient(tensor, i))
         tensors.add(tensor)
@@ -114,7 +114,8 @@ def _seed(
     for tensor, gradient in zip(tensors, gradients, strict=True) if gradients is not None else ():
         if gradient is not None and tensor.requires_grad:
             part.roots.append(tensor)
-            part.seeds.append(call.at(gradient, tensor.device))
+            home = tensor.device
+            part.seeds.append(gradient if gradient.device == home else call.lanes.move(gradient, home))
             if call.lanes.has_queues:
                 call.lanes.uses(part.stage.index, part.micro_batch, (gradient,))
 
@@ -133,9 +134,9 @@ def _hand_back(call: Call, part: _Part, found: Found) -> None:
         for leaf in leaves:
             gradient = found[id(leaf)] if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
             if gradient is not None and id(leaf) in record.homes:
-                gradient = call.at(gradient, record.homes[id(leaf)])
+                gradient = call.lanes.move(gradient, record.homes[id(leaf)])
             row.append(gradient)
-        tensor = values.tensor(name, i)
+        tensor = values.same.get((name, i), name)
         before = values.gradient(tensor, i) if tensor in new else None
         values.give_gradient(tensor, i, row if before is None else added(before, row))
         new.add(tensor)

@@ -64,7 +64,7 @@ def _inputs(call: Call, stage: Stage, i: int) -> dict[str, Any]:
         value = call.values.take(name, i)
         if call.lanes.has_queues:
             call.lanes.uses(stage.index, i, tree_leaves(value))
-        inputs[name] = taken.setdefault(call.values.tensor(name, i), value)
+        inputs[name] = taken.setdefault(call.values.same.get((name, i), name), value)
     return inputs
 
 
@@ -126,6 +126,6 @@ def _note_aliases(call: Call, record: Record, i: int) -> None:
     known: dict[int, str] = {}
     for name, leaves in (*record.inputs.items(), *record.outputs.items()):
         if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor):
-            first = known.setdefault(id(leaves[0]), call.values.tensor(name, i))
+            first = known.setdefault(id(leaves[0]), call.values.same.get((name, i), name))
             if first != name and name in call.wiring.program.aliases:
                 call.values.same[name, i] = first
