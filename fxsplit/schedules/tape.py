@@ -2,9 +2,11 @@
 
 1F1B of two stages and two micro-batches with the loss inside, as its staircase and as its tape::
 
-    stage 0.0 │ F0 F1 ·  B0 ·  B1        0  0F0  stage 0.0            5  0B0  stage 0.0  after 0 3 4
-    stage 1.0 │ ·  F0 B0 F1 B1           1  0F1  stage 0.0            6  1L1  stage 1.0  after 8
-                                         2  1F0  stage 1.0  after 0   ...
+    stage 0.0 │ F0 F1 ·  B0 ·  B1       0  0F0  stage 0.0              5  1F1  stage 1.0  after 1
+    stage 1.0 │ ·  F0 B0 F1 B1 ·        1  0F1  stage 0.0              6  1L1  stage 1.0  after 5
+                                        2  1F0  stage 1.0  after 0     7  1B1  stage 1.0  after 5 6
+                                        3  1L0  stage 1.0  after 2     8  0B0  stage 0.0  after 0 3 4
+                                        4  1B0  stage 1.0  after 2 3   9  0B1  stage 0.0  after 1 6 7
 
 Whatever has to wait for something else reads the same `after`: workers, streams of devices, the proof that a schedule
 ends, simulated time and its pictures.
