@@ -1,12 +1,19 @@
 """A tape says what has to be done before an instruction: exactly that, on every schedule and many programs."""
 
 import itertools
+import os
 import random
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import fxsplit
 from fxsplit.actions import Action
+from fxsplit.runtime import crew
 from fxsplit.schedules.catalog import (
     breadth_first,
     forward_only,
@@ -225,3 +232,118 @@ def test_a_tape_says_what_has_to_be_done_before(loss):
         tape = check(*made, loss)
         met += any(len(x.micro_batches) > 1 for x in tape.instructions)
     assert met > 20
+
+
+# -- of a pipeline ----------------------------------------------------------------------------------------------------
+
+
+def made(**plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    return fxsplit.compile(
+        model, fxsplit.Plan(cut=["2"], micro_batches=3, **plan), example_args=(torch.randn(6, 8),)
+    )
+
+
+def test_a_tape_prints():
+    assert str(made(schedule="zb_h1").tape).splitlines() == [
+        " 0  0F0  stage 0.0",
+        " 1  0F1  stage 0.0",
+        " 2  1F0  stage 1.0  after 0",
+        " 3  1L0  stage 1.0  after 2",
+        " 4  1I0  stage 1.0  after 2 3",
+        " 5  1F1  stage 1.0  after 1",
+        " 6  1L1  stage 1.0  after 5",
+        " 7  1I1  stage 1.0  after 5 6",
+        " 8  1W0  stage 1.0  after 4",
+        " 9  0I0  stage 0.0  after 0 3 4",
+        "10  0W0  stage 0.0  after 9",
+        "11  0F2  stage 0.0",
+        "12  0I1  stage 0.0  after 1 6 7",
+        "13  0W1  stage 0.0  after 12",
+        "14  1F2  stage 1.0  after 11",
+        "15  1L2  stage 1.0  after 14",
+        "16  1I2  stage 1.0  after 14 15",
+        "17  1W1  stage 1.0  after 7",
+        "18  1W2  stage 1.0  after 16",
+        "19  0I2  stage 0.0  after 11 15 16",
+        "20  0W2  stage 0.0  after 19",
+    ]
+
+
+def test_micro_batches_that_meet_begin_together_and_go_backward_as_one():
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    plan = fxsplit.Plan(cut=["2"], micro_batches=2, sync_batch_norm=True)
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    assert str(pipe.tape).splitlines() == [
+        "0  0F0    stage 0.0  beside 1",
+        "1  0F1    stage 0.1  beside 0",
+        "2  1F0    stage 1.0  after 0",
+        "3  1F1    stage 1.0  after 1",
+        "4  1B0    stage 1.0  after 2",
+        "5  1B1    stage 1.0  after 3",
+        "6  0B0+1  stage 0.0  after 0 1 4 5",
+    ]
+    assert pipe.staircase().splitlines() == [
+        "stage 0.0 │ F0 ·  ·  ·  ·  B0",
+        "stage 0.1 │ F1 ·  ·  ·  ·  B1",
+        "stage 1.0 │ ·  F0 F1 B0 B1 ·",
+    ]
+    seen = []
+    with pipe.register_action_hook(lambda event: seen.append(event.action)):
+        pipe(x).sum().backward()
+    assert sorted(seen) == sorted(a for row in pipe.schedule.workers for a in row)
+
+
+def test_a_tape_is_made_once(monkeypatch):
+    made_here, pipe = [], made(schedule="1f1b")
+    monkeypatch.setattr(crew, "lower", lambda *args, **how: made_here.append(1) or lower(*args, **how))
+    for rows in (6, 6, 2, 6, 2):
+        pipe(torch.randn(rows, 8)).sum().backward()
+        pipe.step(torch.randn(rows, 8), loss_fn=lambda y: y.square().mean(), reduction="mean")
+    assert len(made_here) == 1  # two micro-batches; that of three was made to be proven
+    assert pipe.tape is pipe.tape_for(3)
+
+
+def python_calls(call):
+    """How many functions of fxsplit one call enters, in all threads."""
+    root, counted = os.path.dirname(fxsplit.__file__) + os.sep, []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            counted.append(frame.f_code)
+
+    for _ in range(3):
+        call()
+    threading.setprofile(count), sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None), threading.setprofile(None)
+    return len(counted)
+
+
+def test_what_is_known_before_a_call_is_not_worked_out_in_it():
+    """Python calls of fxsplit's own, for two stages and three micro-batches."""
+    gpipe_, inside, x = made(), made(schedule="1f1b"), torch.randn(6, 8)
+    assert python_calls(lambda: gpipe_(x)) < 330
+    assert python_calls(lambda: gpipe_(x).sum().backward()) < 580
+    assert python_calls(lambda: inside.step(x, target=x, loss_fn=nn.functional.mse_loss)) < 650
+
+
+def test_a_loss_that_fails_comes_before_the_backward_of_its_micro_batch():
+    pipe = made(schedule="1f1b")
+
+    def loss(y, target):
+        if bool((target == 7).any()):
+            raise KeyError("mine")
+        return nn.functional.mse_loss(y, target)
+
+    target = torch.zeros(6, 8)
+    target[3] = 7
+    with pytest.raises(KeyError) as caught:
+        pipe.step(torch.randn(6, 8), target=target, loss_fn=loss, reduction="mean")
+    assert "loss, before the backward of stage 1" in caught.value.__notes__[-1]
+    assert "micro-batch 1 of 3 (2 rows), action 1L1" in caught.value.__notes__[-1]
