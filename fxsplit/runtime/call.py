@@ -21,7 +21,6 @@ from .batchnorm import DeferredNorms
 from .blame import users_line
 from .device import lanes_of
 from .events import ActionHook
-from .halves import can_be_halved
 from .inside import LossInside
 from .meeting import Meetings
 from .travel import Travelling
@@ -75,6 +74,7 @@ class Circumstances:
         hooks: called after every action.
         norms: keeps the statistics of batch normalisation, where its update is put off.
         drawing: stages that may draw random numbers.
+        halved: stages that can go backward in two.
         shared: what modules of several stages can see.
         watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
@@ -90,6 +90,7 @@ class Circumstances:
     hooks: Sequence[ActionHook] = ()
     norms: DeferredNorms | None = None
     drawing: frozenset[int] = frozenset()
+    halved: frozenset[int] = frozenset()
     shared: Sequence[Shared] = ()
     watched: frozenset[int] = frozenset()
     anomaly: str | None = None
@@ -126,7 +127,6 @@ class Call:
         self.seed = BaseSeed() if several and how.drawing else None
         self.values = Values(wiring.readers)
         self.records: dict[tuple[int, int], Record] = {}
-        self.halved = {s.index for s in stages if tape.halves and self._can_be_halved(s.index)}
         self.put_off: dict[tuple[int, int], Callable[[], Terms]] = {}
         self.meetings = Meetings()
         self.left: list[threading.Thread] = []
@@ -144,9 +144,6 @@ class Call:
         for i, chunk in enumerate(chunks):
             for name, value in zip(self.program.inputs, chunk, strict=True):
                 self.values.give(name, i, value)
-
-    def _can_be_halved(self, stage: int) -> bool:
-        return stage not in self.tape.meets and can_be_halved(self.program.stages[stage].module)
 
     def results(self) -> list[list[Any]]:
         """Per micro-batch the flat outputs, without graph."""
@@ -217,7 +214,8 @@ class Call:
         """Whether weights can wait: what is computed again for the inputs is there for the weights too."""
         role = self.wiring.roles[stage]
         recomputed = role.regions and self.is_recomputed(micro_batch)
-        return stage in self.halved and not recomputed and not role.stage.rng_state
+        halved = stage in self.how.halved and stage not in self.tape.meets
+        return halved and not recomputed and not role.stage.rng_state
 
     def add(self, stage: int, micro_batch: int, terms: Terms) -> None:
         """Add to the gradients of the parameters that no other stage reads, in the order of micro-batches."""

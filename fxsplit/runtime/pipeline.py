@@ -262,6 +262,7 @@ class Pipeline(nn.Module):
             found.tell()
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
+        tape = crew.tape_for(count, meets)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -271,13 +272,14 @@ class Pipeline(nn.Module):
             hooks=tuple(self._action_hooks.values()),
             norms=crew.norms(meets, replicas),
             drawing=crew.drawing(),
+            halved=self._watch.halved() if tape.halves else frozenset(),
             shared=shared,
             watched=watched,
             anomaly=self.plan.detect_anomaly,
             asked=asked,
             rows=self.dims.batch_size,
         )
-        return Call(crew.wiring, crew.tape_for(count, meets), chunks, parameters, how, replicas)
+        return Call(crew.wiring, tape, chunks, parameters, how, replicas)
 
     def refresh_replicas(self) -> None:
         """Copy all parameters and buffers anew to replicas on other devices, in the next call.
