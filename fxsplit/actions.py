@@ -56,10 +56,6 @@ class Schedule:
         kinds = ["".join(a.kind for a in actions).lstrip("F") for actions in self.workers]
         return not any("F" in rest for rest in kinds)
 
-    def half(self, *, forward: bool) -> tuple[tuple[Action, ...], ...]:
-        """The forward or the backward actions of each worker, in order."""
-        return tuple(tuple(a for a in actions if (a.kind == "F") == forward) for actions in self.workers)
-
     def only(self, *, stages: int, micro_batches: int) -> Self:
         """The schedule without the actions of later stages and micro-batches; the others keep their order."""
         workers = tuple(

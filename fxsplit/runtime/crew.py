@@ -19,7 +19,7 @@ from ..graph import resolve
 from ..ir import Program
 from ..microbatch import sizes
 from ..plan import Plan
-from ..replicate.meet import owners_of, rounds_of
+from ..replicate.meet import meets_of, owners_of
 from ..replicate.replicas import Company, Replica, Replicas
 from ..schedules.catalog import planned_schedule
 from ..schedules.lower import flow_of, lower
@@ -97,7 +97,7 @@ class Crew:
         """Stage → how many of its micro-batches meet, in the modes in which the modules are now."""
         if micro_batches == 1 or not (self._told or self._plan.sync_batch_norm):
             return {}
-        return rounds_of(self._model, self._plan, self._program, micro_batches)
+        return meets_of(self._model, self._plan, self._program, micro_batches)
 
     def replicas(self) -> Replicas:
         """What the replicas of stages run; made when first asked for, and when the model has other modules.
