@@ -30,7 +30,6 @@ from peers import eager, replicas, split, transformer
 from runtime import measure, print_environment, ratio_table, show, spread, with_allocator
 
 import fxsplit
-from fxsplit.schedules.needs import dependencies
 from fxsplit.schedules.simulate import timeline
 
 PEERS = {"DistributedDataParallel": {}, "the same, bucket views": {"gradient_as_bucket_view": True}}
@@ -115,14 +114,18 @@ def seconds_of_actions(task, plan, steps=5):
 
 def simulated(pipe, seconds, cores):
     """Seconds of a step whose actions share the cores evenly."""
-    schedule, needs = pipe.schedule, dependencies(pipe.program, in_turn=frozenset())
-    waiting = [list(actions) for actions in schedule.workers]
+    tape = pipe.tape
+
+    def length(instruction):
+        return sum(seconds[a.kind, a.stage] for a in instruction.actions)  # the loss is outside of actions
+
+    waiting = [list(row) for row in tape.workers]
     running, done, now = {}, set(), 0.0
     while running or any(waiting):
-        for worker, actions in enumerate(waiting):
-            if worker not in running and actions and done.issuperset(needs(actions[0])):
-                running[worker] = [actions[0], seconds[actions[0].kind, actions[0].stage]]
-                del actions[0]
+        for worker, row in enumerate(waiting):
+            if worker not in running and row and done.issuperset(row[0].after):
+                running[worker] = [row[0].number, length(row[0])]
+                del row[0]
         speed = min(1.0, cores / len(running))
         passed = min(left for _, left in running.values())
         now += passed / speed
@@ -132,8 +135,7 @@ def simulated(pipe, seconds, cores):
                 done.add(state[0])
                 del running[worker]
     if cores >= len(waiting):
-        times = timeline(schedule, needs, lambda a: seconds[a.kind, a.stage])
-        assert abs(now - max(end for _, end in times.values())) < 1e-6
+        assert abs(now - max(end for _, end in timeline(tape, length))) < 1e-6
     return now
 
 

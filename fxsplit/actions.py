@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -25,9 +24,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
-
-
-Needs = Callable[[Action], Sequence[Action]]
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,6 @@ class Schedule:
         """Whether every worker has gone forward with everything before it goes backward."""
         kinds = ["".join(a.kind for a in actions).lstrip("F") for actions in self.workers]
         return not any("F" in rest for rest in kinds)
-
-    def half(self, *, forward: bool) -> tuple[tuple[Action, ...], ...]:
-        """The forward or the backward actions of each worker, in order."""
-        return tuple(tuple(a for a in actions if (a.kind == "F") == forward) for actions in self.workers)
 
     def only(self, *, stages: int, micro_batches: int) -> Self:
         """The schedule without the actions of later stages and micro-batches; the others keep their order."""

@@ -157,7 +157,7 @@ _pytree.register_pytree_node(  # torch 2.13; the public one has no keys
 
 
 def _with_records(tree: Any) -> Any:
-    if not any(_is_record(leaf) for leaf in _pytree.tree_leaves(tree)):
+    if isinstance(tree, torch.Tensor) or not any(_is_record(leaf) for leaf in _pytree.tree_leaves(tree)):
         return tree
     return _pytree.tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
 
@@ -322,12 +322,16 @@ def last_node(graph: fx.Graph) -> fx.Node | None:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of `tree` in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     leaves = _pytree.tree_leaves(tree)
     return _pytree.tree_leaves(_with_records(tree)) if any(map(_is_record, leaves)) else leaves
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `fn` applied to each leaf."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
     return _pytree.tree_map(fn, _with_records(tree))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import operator
 import os
@@ -372,6 +373,10 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str | tuple[Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def written(self) -> tuple[str, ...]:
+        """FQNs of the buffers that any stage may write."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(stage.writes for stage in self.stages)))
 
     def producers(self) -> dict[str, int]:
         """Value → the stage that gives it; graph inputs are -1."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,39 +81,34 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved
 
 
-@contextlib.contextmanager
-def transfers_cut(move: Move) -> Iterator[list[Crossing]]:
-    """In this thread, `transfer` ends the autograd graph: what it gives is a leaf.
+class Computing(contextlib.AbstractContextManager[list[Crossing]]):
+    """While this thread computes a stage: what the operations of this module do.
+
+    `transfer` then ends the autograd graph, and what it gives is a leaf: entering gives the list of the pairs (tensor,
+    moved tensor). Whoever plays backward carries the gradient back; gradients from elsewhere then enter behind the
+    transfer, where autograd adds the stage's own to them one by one.
 
     Args:
         move: makes the copy.
-
-    Yields the pairs (tensor, moved tensor). Whoever plays backward carries the gradient back; gradients from
-    elsewhere then enter behind the transfer, where autograd adds the stage's own to them one by one.
-    """
-    before = _mode.crossings, _mode.move
-    _mode.crossings, _mode.move = [], move
-    try:
-        yield _mode.crossings
-    finally:
-        _mode.crossings, _mode.move = before
-
-
-@contextlib.contextmanager
-def recomputation(enabled: bool, again: Again = _nothing, *, own_numbers: bool = True) -> Iterator[None]:
-    """Whether `checkpoint` frees and recomputes activations (True) or keeps them, in this thread.
-
-    Args:
+        recompute: whether `checkpoint` frees and recomputes activations, or keeps them.
         again: asked where a region begins, for what makes the context that is entered around each later computation.
         own_numbers: whether the default generators are this thread's, outside of a stream, so that their states may
             be put back.
     """
-    before = _mode.recompute, _mode.again, _mode.own_numbers
-    _mode.recompute, _mode.again, _mode.own_numbers = enabled, again, own_numbers
-    try:
-        yield
-    finally:
-        _mode.recompute, _mode.again, _mode.own_numbers = before
+
+    def __init__(self, move: Move, *, recompute: bool, again: Again | None, own_numbers: bool) -> None:
+        now = {"recompute": recompute, "again": again or _nothing, "own_numbers": own_numbers}
+        self._now: dict[str, Any] = {**now, "crossings": [], "move": move}
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> list[Crossing]:
+        self._before = {name: getattr(_mode, name) for name in self._now}
+        vars(_mode).update(self._now)
+        crossings: list[Crossing] = self._now["crossings"]
+        return crossings
+
+    def __exit__(self, *exc: object) -> None:
+        vars(_mode).update(self._before)
 
 
 def checkpoint(region: Any, *values: Any) -> Any:

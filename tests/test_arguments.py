@@ -121,8 +121,8 @@ def test_what_follows_from_a_plan_follows_anew():
 
 def test_more_micro_batches_than_rows_cost_nothing(monkeypatch):
     counts = []
-    play = fxsplit.Pipeline.schedule_for
-    monkeypatch.setattr(fxsplit.Pipeline, "schedule_for", lambda self, n: counts.append(n) or play(self, n))
+    tape_for = fxsplit.Pipeline.tape_for
+    monkeypatch.setattr(fxsplit.Pipeline, "tape_for", lambda self, n: counts.append(n) or tape_for(self, n))
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for schedule in ("gpipe", "1f1b"):
         plan = Plan(stages=2, micro_batches=10**6, schedule=schedule)

@@ -10,9 +10,8 @@ from torch import nn
 import fxsplit
 from fxsplit.actions import Action
 from fxsplit.runtime.device import CudaLanes, Lanes, lanes_of
-from fxsplit.schedules.catalog import one_f_one_b
-from fxsplit.schedules.needs import needs_of
-from fxsplit.schedules.proof import serial_order
+from fxsplit.schedules.catalog import gpipe, one_f_one_b
+from fxsplit.schedules.lower import Flow, lower
 
 
 class Cuda:
@@ -74,6 +73,10 @@ class OnCuda:
         self.read_on.append(stream)
 
 
+def instruction_of(tape, *action):
+    return next(x for x in tape.order if Action(*action) in x.actions)
+
+
 DEVICES = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
@@ -100,46 +103,45 @@ def computing(lanes):
 def test_an_action_is_behind_what_it_needs_and_no_host_waits():
     cuda = Cuda()
     lanes = CudaLanes([[d] for d in DEVICES], cuda)
-    needs = needs_of(3, [[0, 1], [1, 2]])
-    schedule = one_f_one_b(3, 4)
+    tape = lower(one_f_one_b(3, 4), Flow(3, [[0, 1], [1, 2]]))
 
-    def act(action):
-        d = DEVICES[action.stage]
-        cuda.current_stream(d).queue.append(("act", action))
+    def act(x):
+        d = DEVICES[x.stage]
+        cuda.current_stream(d).queue.append(("act", x.number))
 
-    queued = lanes.queued(act, needs)
+    queued = lanes.queued(act)
     with lanes.fenced():
-        for action in serial_order(schedule.workers, needs):
-            queued(action)
-    for row in schedule.workers:
-        for action in row:
-            done = finished_before(computing(lanes), lanes._events[action][0])
-            assert {action, *needs(action)} <= done
+        for x in tape.order:
+            queued(x)
+    for x in tape.order:
+        done = finished_before(computing(lanes), lanes._events[x.number][0])
+        assert x.after or (x.stage == 0 and x.kind == "forward")
+        assert {x.number, *x.after} <= done
     for i in (0, 1):  # the caller goes on after everything
         d = torch.device("cuda", i)
         end = cuda.current[d].record_event()
-        mine = {a for row in schedule.workers for a in row if DEVICES[a.stage] == d}
+        mine = {x.number for x in tape.order if DEVICES[x.stage] == d}
         assert mine <= finished_before([*computing(lanes), *lanes._copy.values(), cuda.current[d]], end)
 
 
 def test_a_copy_waits_for_its_source_and_not_for_what_its_reader_computes():
     cuda = Cuda()
     lanes = CudaLanes([[d] for d in DEVICES], cuda)
-    needs = needs_of(3, [[0, 1], [1, 2]])
-    copies = {}
+    tape, copies = lower(one_f_one_b(3, 2), Flow(3, [[0, 1], [1, 2]])), {}
 
-    def act(action):
-        d = DEVICES[action.stage]
-        cuda.current_stream(d).queue.append(("act", action))
-        if action.stage == 1:
+    def act(x):
+        d = DEVICES[x.stage]
+        cuda.current_stream(d).queue.append(("act", *x.actions))
+        if x.stage == 1:
             source = OnCuda(cuda, DEVICES[0])
-            copies[action] = source, lanes.move(source, DEVICES[1])
+            copies[x.number] = source, lanes.move(source, DEVICES[1])
 
-    queued = lanes.queued(act, needs)
+    queued = lanes.queued(act)
     for i in range(2):
         for s in (0, 1):
-            queued(Action("F", s, i))
-    source, moved = copies[Action("F", 1, 1)]
+            queued(instruction_of(tape, "F", s, i))
+    number = instruction_of(tape, "F", 1, 1).number
+    source, moved = copies[number]
     on_copy = [row for row in lanes._copy[DEVICES[1]].queue if row[0] == "copy"]
     assert on_copy == [("copy", True)] * 2
     last = [what for kind, what in lanes._copy[DEVICES[1]].queue if kind == "record"][-1]
@@ -147,24 +149,23 @@ def test_a_copy_waits_for_its_source_and_not_for_what_its_reader_computes():
     assert Action("F", 0, 1) in done and Action("F", 1, 0) not in done
     assert source.read_on == [lanes._copy[DEVICES[0]]] and moved.read_on == lanes._compute[1]
     assert Action("F", 1, 1) in finished_before(
-        [*computing(lanes), *lanes._copy.values()], lanes._events[Action("F", 1, 1)][0]
+        [*computing(lanes), *lanes._copy.values()], lanes._events[number][0]
     )
 
 
 def test_a_copy_to_the_host_is_waited_for_and_one_from_a_cpu_stage_is_seen_by_its_reader():
     cuda = Cuda()
     lanes = CudaLanes([[torch.device("cuda", 0)], [torch.device("cpu")]], cuda)
-    needs = needs_of(2, [[0, 1]])
 
-    def act(action):
-        if action.stage == 1 and action.kind == "F":
+    def act(x):
+        if x.stage == 1 and x.kind == "forward":
             lanes.move(OnCuda(cuda, DEVICES[0]), torch.device("cpu"))
-        elif action.stage == 1:
+        elif x.stage == 1:
             lanes.move(OnCuda(cuda, torch.device("cpu")), DEVICES[0])
 
-    queued = lanes.queued(act, needs)
-    for action in (Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)):
-        queued(action)
+    queued = lanes.queued(act)
+    for x in lower(one_f_one_b(2, 1), Flow(2, [[0, 1]])).order:
+        queued(x)
     copy_stream = lanes._copy[DEVICES[0]]
     assert [row for row in copy_stream.queue if row[0] == "copy"] == [("copy", False), ("copy", True)]
     arrived = [what for kind, what in copy_stream.queue if kind == "record"][-1]
@@ -196,22 +197,22 @@ def test_replicas_have_streams_of_their_own_and_gradients_are_added_on_one():
     lanes = CudaLanes([[DEVICES[0], DEVICES[1]]], cuda)
     home = DEVICES[0]
 
-    def act(action):
-        device, stream = lanes._at(0, action.micro_batch)
-        assert cuda.current_stream(device) is stream and device == DEVICES[action.micro_batch % 2]
+    def act(x):
+        (i,), (action,) = x.micro_batches, x.actions
+        device, stream = lanes._at(0, i)
+        assert cuda.current_stream(device) is stream and device == DEVICES[i % 2]
         stream.queue.append(("act", action))
-        if action.kind == "B":
+        if x.kind == "backward":
             term = lanes.move(OnCuda(cuda, device), home)
             with lanes.adding(term):
                 assert cuda.current_stream(home) is lanes._sum[home]
-                cuda.current_stream(home).queue.append(("act", ("sum", action.micro_batch)))
+                cuda.current_stream(home).queue.append(("act", ("sum", i)))
             assert term.read_on[-1] is lanes._sum[home]
 
-    queued = lanes.queued(act, needs_of(1, []))
+    queued = lanes.queued(act)
     with lanes.fenced():
-        for kind in "FB":
-            for i in range(4):
-                queued(Action(kind, 0, i))
+        for x in lower(gpipe(1, 4), Flow(1, [])).order:
+            queued(x)
     every = [*computing(lanes), *lanes._copy.values(), *lanes._sum.values()]
     for i in range(4):  # a sum is behind the backward that made its term, and behind those before it
         position = lanes._sum[home].queue.index(("act", ("sum", i)))
@@ -227,7 +228,7 @@ def test_replicas_have_streams_of_their_own_and_gradients_are_added_on_one():
 def test_a_cpu_has_no_queues():
     lanes = lanes_of([[torch.device("cpu")]])
     act = object()
-    assert type(lanes) is Lanes and lanes.queued(act, None) is act
+    assert type(lanes) is Lanes and lanes.queued(act) is act
     x = torch.ones(2)
     assert lanes.move(x, torch.device("cpu")) is x
 

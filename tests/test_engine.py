@@ -15,7 +15,7 @@ from torch import nn
 import fxsplit
 from fxsplit.microbatch import sizes
 from fxsplit.plan import SCHEDULES, SHARED_WORKERS
-from fxsplit.runtime.execute import Call
+from fxsplit.runtime import play
 from tests.models import build
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, weighed_plans
 
@@ -531,13 +531,13 @@ def _kept_by_workers(pipe, step, monkeypatch):
     most, alive, now = [0] * len(pipe.schedule.workers), {}, []
     known = [*pipe.parameters(), *pipe.example]
     known = {t.untyped_storage().data_ptr() for t in known}
-    act = Call._act
+    act = play.act
 
-    def watched(self, action):
-        now[:] = [action.stage]
-        act(self, action)
+    def watched(call, instruction):
+        now[:] = [instruction.stage]
+        act(call, instruction)
         held = list(alive.values())
-        for (stage, _), record in self.records.items():
+        for (stage, _), record in call.records.items():
             for row in (*record.inputs.values(), *record.outputs.values()):
                 held += [(stage, leaf) for leaf in row]
         owners = {}
@@ -550,7 +550,7 @@ def _kept_by_workers(pipe, step, monkeypatch):
             kept[worker_of[min(stages)]] += nbytes
         most[:] = map(max, most, kept)
 
-    monkeypatch.setattr(Call, "_act", watched)
+    monkeypatch.setattr(play, "act", watched)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: _Packed(alive, now[0], t) if now else t, lambda p: p.tensor if isinstance(p, _Packed) else p
     ):

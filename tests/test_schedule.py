@@ -1,5 +1,7 @@
 """Schedules as exact tables; the proof that a schedule ends."""
 
+from dataclasses import replace
+
 import pytest
 
 import fxsplit
@@ -15,8 +17,8 @@ from fxsplit.schedules.catalog import (
     one_f_one_b,
     zb_h1,
 )
-from fxsplit.schedules.needs import dependencies, needs_of
-from fxsplit.schedules.proof import check_schedule, serial_order
+from fxsplit.schedules.lower import Flow, flow_of, lower
+from fxsplit.schedules.proof import check_schedule
 from fxsplit.schedules.simulate import bubble, staircase, timeline
 from tests.models import build
 
@@ -28,8 +30,14 @@ def program():
 
 
 @pytest.fixture
-def needs(program):
-    return dependencies(program, in_turn=frozenset())
+def flow(program):
+    return flow_of(program, "never")
+
+
+def proven(schedule, stages, micro_batches, flow):
+    """Its tape: it plays everything once, and ends."""
+    check_schedule(schedule, stages, micro_batches)
+    return lower(schedule, flow)
 
 
 def actions(text):
@@ -48,8 +56,8 @@ def test_gpipe():
     assert str(gpipe(2, 1)) == "stage 0.0: 0F0 0B0\nstage 1.0: 1F0 1B0"
 
 
-def test_gpipe_staircase(needs):
-    assert staircase(gpipe(3, 4), needs).splitlines() == [
+def test_gpipe_staircase(flow):
+    assert staircase(lower(gpipe(3, 4), flow)).splitlines() == [
         "stage 0.0 │ F0 F1 F2 F3 ·  ·  ·  ·  B0 B1 B2 B3",
         "stage 1.0 │ ·  F0 F1 F2 F3 ·  ·  B0 B1 B2 B3 ·",
         "stage 2.0 │ ·  ·  F0 F1 F2 F3 B0 B1 B2 B3 ·  ·",
@@ -57,24 +65,35 @@ def test_gpipe_staircase(needs):
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 33])
-def test_gpipe_bubble_is_the_published_formula(needs, m):
-    assert bubble(gpipe(3, m), needs, [1.0, 1.0, 1.0]) == pytest.approx(2 / (m + 2))
-    assert bubble(gpipe(3, m), needs, [0, 0, 0]) == pytest.approx(2 / (m + 2))
+def test_gpipe_bubble_is_the_published_formula(flow, m):
+    assert bubble(lower(gpipe(3, m), flow), [1.0, 1.0, 1.0]) == pytest.approx(2 / (m + 2))
+    assert bubble(lower(gpipe(3, m), flow), [0, 0, 0]) == pytest.approx(2 / (m + 2))
 
 
-def test_timeline_waits_for_the_heaviest_stage(needs):
-    times = timeline(gpipe(3, 2), needs, lambda a: 5 if a.stage == 1 else 1)
-    assert times[Action("F", 2, 1)] == (11, 12)
+def test_timeline_waits_for_the_heaviest_stage(flow):
+    tape = lower(gpipe(3, 2), flow)
+    times = timeline(tape, lambda x: 5 if x.stage == 1 else 1)
+    assert times[number_of(tape, Action("F", 2, 1))] == (11, 12)
 
 
-def test_dependencies_follow_the_chain_of_readers(program, needs):
+def number_of(tape, action):
+    return next(x.number for x in tape.instructions if action in x.actions)
+
+
+def test_gradients_follow_the_chain_of_readers(program, flow):
     # the embedding's weight is read by stage 0 and by stage 2 (the tied head): its gradient goes 2 → 0
     assert program.stages[0].parameters[0] == program.stages[2].parameters[-1] == "wte.weight"
-    assert needs(Action("F", 1, 3)) == [Action("F", 0, 3)]
-    assert needs(Action("B", 1, 3)) == [Action("F", 1, 3), Action("B", 2, 3)]
-    assert needs(Action("B", 0, 0)) == [Action("F", 0, 0), Action("B", 1, 0), Action("B", 2, 0)]
-    in_turn = dependencies(program, in_turn=frozenset({1}))
-    assert in_turn(Action("F", 1, 3)) == [Action("F", 0, 3), Action("F", 1, 2)]
+
+    def before(tape, kind, stage, i):
+        after = tape.instructions[number_of(tape, Action(kind, stage, i))].after
+        return {a for n in after for a in tape.instructions[n].actions}
+
+    tape = lower(gpipe(3, 4), flow)
+    assert before(tape, "F", 1, 3) == {Action("F", 0, 3)}
+    assert before(tape, "B", 1, 3) == {Action("F", 1, 3), Action("B", 2, 3)}
+    assert before(tape, "B", 0, 0) == {Action("F", 0, 0), Action("B", 1, 0), Action("B", 2, 0)}
+    in_turn = lower(gpipe(3, 4), replace(flow, in_turn=frozenset({1})))
+    assert before(in_turn, "F", 1, 3) == {Action("F", 0, 3), Action("F", 1, 2)}
 
 
 def broken(*rows):
@@ -92,17 +111,17 @@ def broken(*rows):
         (("0F0 0B0 2F0 2B0", "1F0 1B0"), "can never finish"),
     ],
 )
-def test_a_broken_schedule_is_refused(needs, rows, said):
+def test_a_broken_schedule_is_refused(flow, rows, said):
     with pytest.raises(ScheduleError, match=said):
-        check_schedule(broken(*rows), 3, 1, needs)
+        proven(broken(*rows), 3, 1, flow)
 
 
-def test_the_proof_accepts_what_ends(needs):
+def test_the_proof_accepts_what_ends(flow):
     for replicas in (1, 2, 3):
         for m in (1, 2, 7):
-            check_schedule(gpipe(3, m, [replicas] * 3), 3, m, needs)
-    order = list(serial_order(gpipe(3, 2).workers, needs))
-    assert len(order) == 12 and order[0] == Action("F", 0, 0)
+            proven(gpipe(3, m, [replicas] * 3), 3, m, flow)
+    order = lower(gpipe(3, 2), flow).order
+    assert len(order) == 12 and order[0].actions == (Action("F", 0, 0),)
 
 
 # -- the catalog: exact tables, published formulas, memory ------------------------------------------------------------
@@ -144,14 +163,13 @@ def test_zb_h1():
 
 
 def chain_of(stages):
-    return needs_of(stages, [(s, s + 1) for s in range(stages - 1)])
+    return Flow(stages, [(s, s + 1) for s in range(stages - 1)])
 
 
 def length(schedule, stages, m):
     """Of a step, in forwards of one stage; it is proven first."""
-    needs = chain_of(stages)
-    check_schedule(schedule, stages, m, needs)
-    return max(end for _, end in timeline(schedule, needs, lambda a: 2 if a.kind == "B" else 1).values())
+    tape = proven(schedule, stages, m, chain_of(stages))
+    return max(end for _, end in timeline(tape, lambda x: 2 if x.kind == "backward" else 1))
 
 
 @pytest.mark.parametrize("p", range(2, 17))
@@ -164,7 +182,7 @@ def test_bubbles_are_the_published_formulas(p):
         if m >= p:
             assert length(zb_h1(p, m), p, m) == 3 * m + p - 1
         else:
-            check_schedule(zb_h1(p, m), p, m, chain_of(p))
+            proven(zb_h1(p, m), p, m, chain_of(p))
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (3, 2), (4, 2), (4, 4), (5, 3), (8, 2)])
@@ -196,7 +214,7 @@ def test_micro_batches_that_are_kept():
 def test_replicas_deal_micro_batches_out(make, replicas):
     for m in (1, 2, 5, 12):
         schedule = make(3, m, replicas)
-        check_schedule(schedule, 3, m, chain_of(3))
+        proven(schedule, 3, m, chain_of(3))
         for (stage, replica), row in zip(schedule.labels, schedule.workers, strict=True):
             assert all(a.stage == stage and a.micro_batch % replicas[stage] == replica for a in row)
 
@@ -213,13 +231,13 @@ def test_csv():
 
 
 def test_backward_is_in_one_or_in_two():
-    needs = chain_of(1)
+    flow = chain_of(1)
     with pytest.raises(ScheduleError, match="in one"):
-        check_schedule(broken("0F0 0B0 0F1 0I1 0W1"), 1, 2, needs)
+        proven(broken("0F0 0B0 0F1 0I1 0W1"), 1, 2, flow)
     with pytest.raises(ScheduleError, match="never plays 0W1"):
-        check_schedule(broken("0F0 0I0 0W0 0F1 0I1"), 1, 2, needs)
+        proven(broken("0F0 0I0 0W0 0F1 0I1"), 1, 2, flow)
     with pytest.raises(ScheduleError, match="can never finish"):
-        check_schedule(broken("0F0 0W0 0I0"), 1, 1, needs)
+        proven(broken("0F0 0W0 0I0"), 1, 1, flow)
 
 
 def test_odd_numbers_of_stages_and_workers():
@@ -229,7 +247,7 @@ def test_odd_numbers_of_stages_and_workers():
         for workers in (2, 3, 4):
             schedule = make(5, 4, workers)
             assert [row[0].stage for row in schedule.workers] == list(range(workers))
-            check_schedule(schedule, 5, 4, needs_of(5, [[s, s + 1] for s in range(4)]))
+            proven(schedule, 5, 4, chain_of(5))
     with pytest.raises(ScheduleError, match="replicas lists 2 numbers for 3 stages"):
         gpipe(3, 2, [2, 1])
     idle = gpipe(2, 2, [3, 1])

@@ -15,7 +15,7 @@ from torch import nn
 import fxsplit
 from fxsplit.errors import ArgumentError
 from fxsplit.microbatch import sizes
-from fxsplit.runtime.execute import Call
+from fxsplit.runtime.instructions import PLAYS
 from tests.models import build
 from tests.strategies import batches, modules, weighed_plans
 from tests.test_runtime import Faulty
@@ -198,14 +198,14 @@ def test_real_models(name, checkpoint):
 
 def test_stage_s_keeps_at_most_p_minus_s_micro_batches(classifier, monkeypatch):
     most = dict.fromkeys(range(3), 0)
-    forward = Call._forward
+    forward = PLAYS["forward"]
 
-    def counting(self, action):
-        forward(self, action)
-        now = sum(stage == action.stage for stage, _ in list(self.records))
-        most[action.stage] = max(most[action.stage], now)
+    def counting(call, instruction):
+        forward(call, instruction)
+        now = sum(stage == instruction.stage for stage, _ in list(call.records))
+        most[instruction.stage] = max(most[instruction.stage], now)
 
-    monkeypatch.setattr(Call, "_forward", counting)
+    monkeypatch.setitem(PLAYS, "forward", counting)
     pipe = made(classifier, micro_batches=8)
     pipe.step(torch.randn(16, 6, dtype=torch.float64), loss_fn=of_all, reduction="mean")
     assert most == {0: 3, 1: 2, 2: 1}

@@ -13,7 +13,6 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
-from fxsplit.actions import Action
 from fxsplit.runtime import syncnorm
 from fxsplit.runtime.meeting import Meetings
 from fxsplit.runtime.worker import StoppedError
@@ -212,11 +211,11 @@ def test_of_those_who_meet_all_get_in_or_none():
     mixed = 0
     try:
         for _ in range(800):
-            meetings, entered = Meetings({0: 3}), []
+            meetings, entered = Meetings(), []
 
             def enter(i, meetings=meetings, entered=entered):
                 with contextlib.suppress(StoppedError):
-                    meetings.enter(Action("F", 0, i))
+                    meetings.enter((0, 1, 2))
                     entered.append(i)
 
             threads = [threading.Thread(target=enter, args=(i,)) for i in range(3)]

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxsplit
-from fxsplit.actions import Action
+from fxsplit.actions import Action, Schedule
 from fxsplit.compat import default_device
 from fxsplit.runtime import worker
 from fxsplit.schedules.catalog import forward_only
-from fxsplit.schedules.needs import needs_of
+from fxsplit.schedules.lower import Flow, lower
 
 NAME = contextvars.ContextVar("NAME", default="nobody")
 STEPS = int(os.environ.get("FXSPLIT_STEPS", "300"))
@@ -389,17 +389,16 @@ def test_the_profiler_sees_workers_where_it_is_told_to_look_at_all_threads():
 )
 def test_workers_share_the_callers_intra_op_threads(callers, workers, asked, expected):
     torch.set_num_threads(callers)
-    schedule, seen = forward_only(workers, 2), []
-    needs = needs_of(workers, [(s, s + 1) for s in range(workers - 1)])
+    tape, seen = lower(forward_only(workers, 2), Flow(workers, [(s, s + 1) for s in range(workers - 1)])), []
     for fails in (False, True):
 
-        def act(action, fails=fails):
+        def act(instruction, fails=fails):
             seen.append(torch.get_num_threads())
-            if fails and action == Action("F", 0, 1):
+            if fails and instruction.actions == (Action("F", 0, 1),):
                 raise ValueError("on purpose")
 
         with pytest.raises(ValueError) if fails else contextlib.nullcontext():
-            worker.play(schedule.workers, needs, act, ["worker"] * workers, intra_op=asked)
+            worker.play(tape, act, intra_op=asked)
         assert torch.get_num_threads() == callers
     assert set(seen) == {expected}
     later = []
@@ -410,14 +409,10 @@ def test_workers_share_the_callers_intra_op_threads(callers, workers, asked, exp
 
 def test_a_list_without_actions_has_a_name_all_the_same():
     names = []
-    lists = [(), (Action("F", 0, 0),), (Action("F", 1, 0),)]
-    worker.play(
-        lists,
-        lambda a: [Action("F", 0, 0)] if a.stage else [],
-        lambda a: names.append(threading.current_thread().name),
-        ["none", "first", "second"],
-    )
-    assert names == ["fxsplit first", "fxsplit second"]
+    lists = ((), (Action("F", 0, 0),), (Action("F", 1, 0),))
+    tape = lower(Schedule("mine", lists, ((7, 0), (0, 0), (1, 2))), Flow(2, [(0, 1)]))
+    worker.play(tape, lambda _: names.append(threading.current_thread().name))
+    assert names == ["fxsplit stage 0.0", "fxsplit stage 1.2"]
 
 
 # -- many calls -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..graph import module_paths
 from ..ir import Traced
 from ..plan import Plan
 from ..schedules.catalog import planned_schedule
-from ..schedules.needs import needs_of
+from ..schedules.lower import Flow, lower
 from ..schedules.simulate import bubble, timeline
 from ..sizes import in_units
 from .model import Figures, build_problem, memory_limit, stage_nodes
@@ -36,9 +36,9 @@ def simulator(plan: Plan) -> Simulate:
         schedule = planned_schedule(alike, len(loads), m, replicas)
         # A load is of the micro-batches that the busiest replica gets.
         each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
-        needs = needs_of(len(loads), chains)
-        times = timeline(schedule, needs, lambda a: each[a.stage] * (2 if a.kind == "B" else 1))
-        return max(end for _, end in times.values())
+        tape = lower(schedule, Flow(len(loads), chains))
+        times = timeline(tape, lambda x: each[x.stage] * (2 if x.kind == "backward" else 1))
+        return max(end for _, end in times)
 
     return lambda loads, chains, replicas: step(tuple(loads), tuple(map(tuple, chains)), tuple(replicas))
 
@@ -65,7 +65,7 @@ def predicted_bubble(
     chains = [(home, *others) for home, others, _ in moving]
     schedule = planned_schedule(plan, len(stages), plan.micro_batches, replicas)
     loads = [f.load / math.ceil(plan.micro_batches / r) for f, r in zip(found, replicas, strict=True)]
-    return bubble(schedule, needs_of(len(stages), chains, gradients), loads)
+    return bubble(lower(schedule, Flow(len(stages), chains, gradients)), loads)
 
 
 def explanation(planned: Planned) -> str:

@@ -70,12 +70,12 @@ def _is_put_off(model: nn.Module, name: str) -> bool:
     return buffer in _NORM_BUFFERS and isinstance(holder, NORM_LAYERS) and type(holder).forward in forwards
 
 
-def rounds_of(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
+def meets_of(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
     """Stage → how many of its micro-batches meet: all of them to normalise the batch, or one for each copy of a module.
 
     In the modes in which the modules are now: where no layer normalises by the batch, nobody waits for that.
     """
-    possible = _possible_rounds(model, plan, program, micro_batches)
+    possible = _possible_meets(model, plan, program, micro_batches)
     off = {
         stage.index
         for stage in program.stages
@@ -86,15 +86,15 @@ def rounds_of(model: nn.Module, plan: Plan, program: Program, micro_batches: int
     return {stage: count for stage, count in possible.items() if stage not in off}
 
 
-def _possible_rounds(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
+def _possible_meets(model: nn.Module, plan: Plan, program: Program, micro_batches: int) -> dict[int, int]:
     """The same in any mode."""
-    rounds = {}
+    meets = {}
     for stage in program.stages:
         if plan.sync_batch_norm and (_layers(model, stage) or _calls_a_norm(stage)):
-            rounds[stage.index] = micro_batches
+            meets[stage.index] = micro_batches
         elif owners_of(model, stage):
-            rounds[stage.index] = len(stage.row)
-    return {stage: count for stage, count in rounds.items() if count > 1}
+            meets[stage.index] = len(stage.row)
+    return {stage: count for stage, count in meets.items() if count > 1}
 
 
 def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
@@ -110,7 +110,7 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
             "could be told",
             remedy="compile nn.Sequential(model): as a child it stays whole; or move the callback to a child",
         )
-    rounds = _possible_rounds(model, plan, program, plan.micro_batches)
+    meets = _possible_meets(model, plan, program, plan.micro_batches)
     _check_owners(model, program)
     for stage in program.stages:
         owners = owners_of(model, stage)
@@ -122,14 +122,14 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
                 "wait for ever",
                 remedy=f"micro_batches={-(-plan.micro_batches // count) * count}",
             )
-        if owner and rounds.get(stage.index, count) != count:
+        if owner and meets.get(stage.index, count) != count:
             raise PlanError(
                 f"sync_batch_norm= lets all {plan.micro_batches} micro-batches of stage {stage.index} meet, but {owner!r} "
                 f"has a replication callback and {count} copies",
                 remedy=f"micro_batches={count}, or cut the module off into a stage of its own",
             )
         changing = [p for p in stage.changes if not any(is_within(p, path) for path in owners)]
-        if changing and (stage.is_apart or stage.index in rounds):
+        if changing and (stage.is_apart or stage.index in meets):
             raise PlanError(
                 f"stage {stage.index} changes attributes that are no tensors, in {changing[0] or 'the model'!r}, and "
                 + ("its replicas on several devices" if stage.is_apart else "its micro-batches, which meet,")
@@ -139,7 +139,7 @@ def check_replicas(model: nn.Module, plan: Plan, program: Program) -> None:
         own = [name for name in stage.writes if not any(is_within(name, path) for path in owners)]
         if plan.sync_batch_norm or plan.deferred_batch_norm:
             own = [name for name in own if not _is_put_off(model, name)]
-        if own and stage.index in rounds:
+        if own and stage.index in meets:
             raise PlanError(
                 f"stage {stage.index} writes to {own[0]!r}, but its micro-batches meet"
                 + (f" in {owner!r}" if owner else "")

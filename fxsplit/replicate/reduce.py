@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -10,46 +11,51 @@ from ..compat import plain_tensors
 
 
 class OrderedSum:
-    """A sum whose terms arrive in any order, from any thread, and are added in the order of their index.
+    """Sums whose terms arrive in any order, from any thread, and are added in the order of their index.
 
     The rounding is that of gradient accumulation over the micro-batches one after the other. A term that
     is None (the parameter was not used) adds nothing.
+
+    Args:
+        count: how many terms each sum has.
+        width: how many sums there are: their terms with one index arrive together.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, width: int) -> None:
         self._count = count
         self._next = 0
-        self._early: dict[int, torch.Tensor | None] = {}
-        self._sum: torch.Tensor | None = None
-        self._owned = False  # whether the sum's memory is ours to write to
+        self._early: dict[int, Sequence[torch.Tensor | None]] = {}
+        self._sums: list[torch.Tensor | None] = [None] * width
+        self._owned = [False] * width  # whether the memory of a sum is ours to write to
         self._lock = threading.Lock()
 
-    def add(self, index: int, term: torch.Tensor | None) -> None:
-        """Add the term with this index (each index once)."""
+    def add(self, index: int, terms: Sequence[torch.Tensor | None]) -> None:
+        """Add the terms with this index (each index once)."""
         with self._lock:
-            self._early[index] = term
+            self._early[index] = terms
             while self._next in self._early:
                 self._accumulate(self._early.pop(self._next))
                 self._next += 1
 
-    def _accumulate(self, term: torch.Tensor | None) -> None:
-        if term is None:
-            return
-        if self._sum is None:
-            self._sum = term
-        elif self._owned and not self._sum.is_sparse:
-            with plain_tensors():
-                self._sum += term
-        else:
+    def _accumulate(self, terms: Sequence[torch.Tensor | None]) -> None:
+        for k, (so_far, term) in enumerate(zip(self._sums, terms, strict=True)):
+            if term is None:
+                continue
+            if so_far is None:
+                self._sums[k] = term
+                continue
             with plain_tensors():  # as autograd adds them, whatever class they have
-                self._sum, self._owned = self._sum + term, True
+                if self._owned[k] and not so_far.is_sparse:
+                    so_far += term
+                else:
+                    self._sums[k], self._owned[k] = so_far + term, True
 
-    def total(self) -> torch.Tensor | None:
-        """The sum of all terms; None where there was none.
+    def total(self) -> list[torch.Tensor | None]:
+        """The sums of all terms; None where there was none.
 
         Raises:
             RuntimeError: a term is missing.
         """
         if self._next != self._count:
             raise RuntimeError(f"gradient of micro-batch {self._next} is missing")
-        return self._sum
+        return self._sums

@@ -80,6 +80,8 @@ class Replicas:
             for number, device in enumerate(stage.row):
                 if self._owners[stage.index] or device != stage.device:
                     self._make(stage, number, device)
+        # Where no replica has anything of its own, they are the same in every call.
+        self._same = {s.index: [Replica(s.module, device) for device in s.row] for s in program.stages}
         self.refresh()
 
     def _make(self, stage: Stage, number: int, device: torch.device) -> None:
@@ -119,6 +121,8 @@ class Replicas:
         Raises:
             BaseException: what a callback raised, with a note that names its module and the copy.
         """
+        if not self._made:
+            return
         most = max((len(stage.row) for stage in self._program.stages), default=0)
         for number in range(most):
             for stage in self._program.stages:
@@ -140,12 +144,14 @@ class Replicas:
                 raise
         self._company.told.add((id(copy), number))
 
-    def now(self, parameters: Mapping[str, nn.Parameter]) -> dict[int, Sequence[Replica]]:
+    def now(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[int, Sequence[Replica]]:
         """The replicas of each stage, as the model is now.
 
         Args:
             parameters: FQN → those that get gradients.
         """
+        if not self._made:
+            return self._same
         self.refresh()
         stages = self._program.stages
         return {s.index: [self._replica(s, n, parameters) for n in range(len(s.row))] for s in stages}

@@ -12,7 +12,8 @@ from ..batch import BatchDims
 from ..compat import backward_keeps_graph, storage_key
 from ..errors import GradientError
 from ..microbatch import Merge, merged, shown, split_gradients
-from .execute import Call
+from . import play
+from .call import Call
 from .inside import LossInside
 
 
@@ -76,7 +77,7 @@ class Runner:
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         """The tensor outputs, each value once, all parts of it in a row; and whether each is differentiable."""
-        by_micro_batch = self.call.forward()
+        by_micro_batch = play.forward(self.call)
         self.per_output = [list(values) for values in zip(*by_micro_batch, strict=True)]
         self.given = [[v] for v in self.merged(by_micro_batch)] if self.gather else self.per_output
         first: dict[str, int] = {}
@@ -111,7 +112,7 @@ class Runner:
 
     def devices(self) -> list[torch.device]:
         """Where the last stage of each micro-batch ran: the devices of what it gives."""
-        made_by = self.call.made_by
+        made_by = self.call.wiring.made_by
         last = max(self.positions, key=lambda i: made_by.get(str(self.outputs[i]), -1), default=None)
         if last is None:
             return [torch.empty(0, device=self.call.program.stages[-1].device).device] * len(self.rows)
@@ -159,12 +160,12 @@ class Runner:
                 if piece is not None:
                     row[name] = row[name] + piece if name in row else piece
         self.spent = not keep_graph
-        self.call.backward(rows, keep_graph=keep_graph)
+        play.backward(self.call, rows, keep_graph=keep_graph)
         return self._gradients()
 
     def step(self, loss: LossInside) -> list[torch.Tensor | None]:
         """Play the whole schedule: the gradients of inputs and parameters. `loss` has the losses."""
-        self.call.step(loss)
+        play.step(self.call, loss)
         return self._gradients()
 
     def merged(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
@@ -174,7 +175,7 @@ class Runner:
     def _gradients(self) -> list[torch.Tensor | None]:
         call, program = self.call, self.call.program
         inputs = [self._input_gradient(i, name) for i, name in enumerate(program.inputs)]
-        gradients = [*inputs, *(call.parameter_gradient(fqn) for fqn in call.parameters)]
+        gradients = [*inputs, *call.parameter_gradients()]
         call.release()
         return gradients
 

@@ -19,15 +19,17 @@ from ..graph import resolve
 from ..ir import Program
 from ..microbatch import sizes
 from ..plan import Plan
-from ..replicate.meet import owners_of, rounds_of
+from ..replicate.meet import meets_of, owners_of
 from ..replicate.replicas import Company, Replica, Replicas
 from ..schedules.catalog import planned_schedule
-from ..schedules.needs import step_needs
+from ..schedules.lower import flow_of, lower
 from ..schedules.proof import check_schedule
+from ..schedules.tape import Tape
 from .batchnorm import DeferredNorms, batch_counters
-from .execute import Call
+from .call import Call
 from .syncnorm import SyncNorms
 from .unsaid import Shared, has_whole, shared_objects
+from .wiring import Wiring
 
 # The model → the copies that its modules talk to, where they do.
 _LATEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Company]] = weakref.WeakKeyDictionary()
@@ -42,12 +44,14 @@ class Crew:
 
     def __init__(self, model: nn.Module, plan: Plan, program: Program, other: Crew | None = None) -> None:
         self._model, self._plan, self._program = model, plan, program
-        self._schedules: dict[tuple[int, frozenset[tuple[int, int]]], Schedule] = {}
+        self._tapes: dict[tuple[int, frozenset[tuple[int, int]]], Tape] = {}
+        self.wiring = Wiring(program)
         self._replicas: Replicas | None = None
         self._generation = 0
         self._company: Company = Company() if other is None else other._company
         self._left: list[threading.Thread] = [] if other is None else other._left
         self._rates = {s.index: [resolve(model, path) for path in s.rates] for s in program.stages}
+        self._random = [s for s in program.stages if s.random]
         self._shared = shared_objects(program)
         self._watched = frozenset(
             s.index for s in program.stages if len(s.row) > 1 and not s.stateful and has_whole(s)
@@ -72,24 +76,28 @@ class Crew:
             )
         return [1] if batch is None else sizes(batch, max(count, 1))
 
-    def schedule_for(self, micro_batches: int, rounds: Mapping[int, int]) -> Schedule:
-        """The schedule of a batch that is split into this many micro-batches, some of which meet; proven."""
-        program = self._program
-        key = micro_batches, frozenset(rounds.items())
-        if key not in self._schedules:
-            # Where all micro-batches meet, each has a worker of its own.
-            workers = [max(len(s.row), rounds.get(s.index, 1)) for s in program.stages]
-            schedule = planned_schedule(self._plan, len(workers), micro_batches, workers)
-            needs = step_needs(program, self._plan.checkpoint, rounds)
-            check_schedule(schedule, len(workers), micro_batches, needs, rounds)
-            self._schedules[key] = schedule
-        return self._schedules[key]
+    def schedule_for(self, micro_batches: int, meets: Mapping[int, int]) -> Schedule:
+        """The schedule of a batch that is split into this many micro-batches, some of which meet."""
+        # Where all micro-batches meet, each has a worker of its own.
+        workers = [max(len(s.row), meets.get(s.index, 1)) for s in self._program.stages]
+        return planned_schedule(self._plan, len(workers), micro_batches, workers)
 
-    def rounds(self, micro_batches: int) -> dict[int, int]:
+    def tape_for(self, micro_batches: int, meets: Mapping[int, int]) -> Tape:
+        """Its tape, proven; made once."""
+        key = micro_batches, frozenset(meets.items())
+        if key not in self._tapes:
+            schedule = self.schedule_for(micro_batches, meets)
+            check_schedule(schedule, len(self._program.stages), micro_batches)
+            flow = flow_of(self._program, self._plan.checkpoint)
+            loss = self._plan.loss_inside and micro_batches > 1
+            self._tapes[key] = lower(schedule, flow, meets, loss=loss)
+        return self._tapes[key]
+
+    def meets(self, micro_batches: int) -> dict[int, int]:
         """Stage → how many of its micro-batches meet, in the modes in which the modules are now."""
         if micro_batches == 1 or not (self._told or self._plan.sync_batch_norm):
             return {}
-        return rounds_of(self._model, self._plan, self._program, micro_batches)
+        return meets_of(self._model, self._plan, self._program, micro_batches)
 
     def replicas(self) -> Replicas:
         """What the replicas of stages run; made when first asked for, and when the model has other modules.
@@ -114,10 +122,10 @@ class Crew:
 
     def drawing(self) -> frozenset[int]:
         """The stages that may draw random numbers in a call, by the rates and modes of their layers now."""
+        if not self._random:
+            return frozenset()
         return frozenset(
-            s.index
-            for s in self._program.stages
-            if s.random and (not s.rates or any(map(draws_now, self._rates[s.index])))
+            s.index for s in self._random if not s.rates or any(map(draws_now, self._rates[s.index]))
         )
 
     def watching(self, micro_batches: int) -> tuple[Sequence[Shared], frozenset[int]]:
@@ -129,19 +137,19 @@ class Crew:
         for tree in self._company.trees.values():
             tree.forget()
 
-    def check_can_meet(self, rounds: Mapping[int, int]) -> None:
+    def check_can_meet(self, meets: Mapping[int, int]) -> None:
         """Refuse a call in which micro-batches could not wait for each other.
 
         Raises:
             ArgumentError: somebody else still waits, or a mode is in force.
         """
-        if any(thread.is_alive() for thread in self._left):
+        if self._left and any(thread.is_alive() for thread in self._left):
             raise ArgumentError(
                 "copies of a module still wait, since a call of the pipeline in which another one failed, and would take "
                 "what the copies of this call say to each other",
                 remedy="make the model anew; or end their wait, in the module",
             )
-        if rounds and modes_in_force():
+        if meets and modes_in_force():
             raise ArgumentError(
                 "micro-batches that meet have threads of their own, but a TorchFunctionMode or TorchDispatchMode is in force",
                 remedy="leave the mode, or call pipe.unsplit() in it",
@@ -153,19 +161,19 @@ class Crew:
         try:
             yield
         except BaseException:
-            if call.how.rounds:
+            if call.tape.meets:
                 self._company.give_up()
                 self._left += call.left
             raise
 
     def norms(
-        self, rounds: Mapping[int, int], replicas: Mapping[int, Sequence[Replica]]
+        self, meets: Mapping[int, int], replicas: Mapping[int, Sequence[Replica]]
     ) -> DeferredNorms | None:
         """What keeps the statistics of batch normalisation in a call, where the plan says so."""
         if not (self._plan.deferred_batch_norm or self._plan.sync_batch_norm):
             return None
         counters = batch_counters(self._model)
-        norms = SyncNorms(counters, rounds) if self._plan.sync_batch_norm else DeferredNorms(counters)
+        norms = SyncNorms(counters, meets) if self._plan.sync_batch_norm else DeferredNorms(counters)
         norms.follow(self._originals(replicas))
         return norms
 

@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 
-from ..actions import Action, Needs
+from ..schedules.tape import Instruction
 
-Act = Callable[[Action], None]
+Act = Callable[[Instruction], None]
 
 
 class Lanes:
     """Devices without queues."""
 
-    def queued(self, act: Act, needs: Needs) -> Act:
-        """`act` on the queue of its stage, behind the actions that it needs."""
+    has_queues = False
+
+    def queued(self, act: Act) -> Act:
+        """`act` on the queue of its stage, behind what the instruction is after."""
         return act
 
     @contextlib.contextmanager
@@ -59,6 +61,8 @@ class CudaLanes(Lanes):
         cuda: `torch.cuda`, or what stands for it in a test.
     """
 
+    has_queues = True
+
     def __init__(
         self, rows: Sequence[Sequence[torch.device]], cuda: Any = torch.cuda, plain: Container[int] = ()
     ) -> None:
@@ -74,22 +78,22 @@ class CudaLanes(Lanes):
         kinds = dict.fromkeys(d for row in rows for d in row if d.type == "cuda")
         self._copy = {d: cuda.Stream(device=d) for d in kinds}
         self._sum = {d: cuda.Stream(device=d) for d in kinds}
-        self._events: dict[Action, list[Any]] = {}
+        self._events: dict[int, list[Any]] = {}  # by number of an instruction
 
-    def queued(self, act: Act, needs: Needs) -> Act:
-        def on_stream(action: Action) -> None:
-            device, stream = self._at(action.stage, action.micro_batch)
-            before = [event for n in needs(action) for event in self._events.get(n, ())]
+    def queued(self, act: Act) -> Act:
+        def on_stream(instruction: Instruction) -> None:
+            device, stream = self._at(instruction.stage, instruction.micro_batches[0])
+            before = [event for n in instruction.after for event in self._events.get(n, ())]
             with _doing(_Doing(stream, before)) as now:
                 if stream is None:  # what it needs is copied to the host, and the copies are waited for
-                    act(action)
-                    self._events[action] = now.copies
+                    act(instruction)
+                    self._events[instruction.number] = now.copies
                     return
                 with self._cuda.device(device), self._cuda.stream(stream):
                     for event in before:
                         stream.wait_event(event)
-                    act(action)
-                    self._events[action] = [stream.record_event()]
+                    act(instruction)
+                    self._events[instruction.number] = [stream.record_event()]
 
         return on_stream
 
@@ -188,8 +192,11 @@ def _doing(now: _Doing) -> Iterator[_Doing]:
         _THREAD.doing = before
 
 
+_NO_LANES = Lanes()
+
+
 def lanes_of(rows: Sequence[Sequence[torch.device]], plain: Container[int] = ()) -> Lanes:
     """The queues of the devices of the stages' replicas."""
     if any(d.type == "cuda" for row in rows for d in row):
         return CudaLanes([[torch.empty(0, device=d).device for d in row] for row in rows], plain=plain)
-    return Lanes()
+    return _NO_LANES

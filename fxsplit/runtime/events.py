@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..actions import Action
+from ..schedules.tape import Instruction
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,20 @@ ActionHook = Callable[[ActionEvent], object]
 
 
 def announced(
-    act: Callable[[Action], None], device_of: Callable[[Action], torch.device], hooks: Sequence[ActionHook]
-) -> Callable[[Action], None]:
+    act: Callable[[Instruction], None],
+    device_of: Callable[[Instruction], torch.device],
+    hooks: Sequence[ActionHook],
+) -> Callable[[Instruction], None]:
     """`act`, after which every hook is called, in the worker's thread. An error of a hook is one of the action."""
 
-    def watched(action: Action) -> None:
+    def watched(instruction: Instruction) -> None:
         begin = time.perf_counter()
-        act(action)
-        name = threading.current_thread().name
-        event = ActionEvent(action, device_of(action), name, begin, time.perf_counter())
-        for hook in hooks:
-            hook(event)
+        act(instruction)
+        end = time.perf_counter()
+        for action in instruction.actions:
+            name = threading.current_thread().name
+            event = ActionEvent(action, device_of(instruction), name, begin, end)
+            for hook in hooks:
+                hook(event)
 
     return watched if hooks else act

@@ -21,13 +21,13 @@ class Guarded(Runner):
     A step's are put back by who takes the step: its end is not the runner's.
     """
 
-    def __init__(self, lock: Any, program: Program, model: nn.Module, *args: Any) -> None:
+    def __init__(self, lock: Any, model: nn.Module, *args: Any) -> None:
         super().__init__(*args)
         self._pipeline_lock = lock
-        self._written = written_buffers(program, model)
+        self._model = model
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        with buffers_as_before(self._written):
+        with buffers_as_before(written_buffers(self.call.program, self._model)):
             found = super().forward()
             self._commit()
             return found
@@ -54,7 +54,7 @@ Places = Sequence[tuple[dict[str, Any], str]]
 def written_buffers(program: Program, model: nn.Module) -> Places:
     """The buffers that a forward writes to: tables, and names in them."""
     found = []
-    for name in dict.fromkeys(name for stage in program.stages for name in stage.writes):
+    for name in program.written():
         path, _, leaf = name.rpartition(".")
         owner = resolve(model, path)
         found.append(

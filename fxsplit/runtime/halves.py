@@ -4,7 +4,10 @@ After Qi et al., Zero Bubble Pipeline Parallelism (2023), and torch.distributed.
 one operation on the way from the outputs to the inputs, a matrix product say. The gradient that arrives there is kept
 when the inputs get theirs; from there the weight gets its own later, and nothing is computed twice. A weight that is
 reached from several such operations gets its gradient together with the inputs: from the first of them, those below
-would be counted twice.
+would be counted twice. For y = f(x) W::
+
+    I    x ◀── f' ◀── dy W'      dx at once; dy is kept where it arrived
+    W              W ◀── x' dy   dW later, from there
 """
 
 from __future__ import annotations

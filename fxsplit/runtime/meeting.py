@@ -6,12 +6,9 @@ one computes depends on the others, and so do the gradients.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 
-from ..actions import Action
-from ..schedules.needs import members
 from .worker import StoppedError
 
 
@@ -52,35 +49,21 @@ class Door:
 
 
 class Meetings:
-    """The meetings of one call.
+    """The meetings of one call."""
 
-    Args:
-        rounds: stage → how many micro-batches meet there, one after the other.
-    """
-
-    def __init__(self, rounds: Mapping[int, int]) -> None:
-        self.rounds = rounds
-        self._doors: dict[Action, Door] = {}
-        self._turns: dict[Action, threading.Lock] = {}
-        self._done: dict[Action, bool] = {}
+    def __init__(self) -> None:
+        self._doors: dict[int, Door] = {}
         self._closed = False
         self._lock = threading.Lock()
 
-    def members(self, action: Action) -> list[Action]:
-        """The same action of all micro-batches that meet with this one, itself among them."""
-        return members(action, self.rounds)
-
-    def enter(self, action: Action) -> None:
-        """Wait until the forwards of all members can begin: none begins if not all do.
+    def enter(self, beside: Sequence[int]) -> None:
+        """Wait until all of these forwards can begin: none begins if not all do.
 
         Raises:
             StoppedError: the call has been stopped meanwhile.
         """
-        everybody = self.members(action)
-        if len(everybody) == 1:
-            return
         with self._lock:
-            door = self._doors.setdefault(everybody[0], Door(len(everybody)))
+            door = self._doors.setdefault(beside[0], Door(len(beside)))
             if self._closed:
                 door.close()
         door.enter()
@@ -91,27 +74,3 @@ class Meetings:
             self._closed = True
             for door in self._doors.values():
                 door.close()
-
-    @contextlib.contextmanager
-    def leading(self, action: Action) -> Iterator[bool]:
-        """Whether this worker goes backward for all members: the first to come does, and the others wait for it.
-
-        Raises:
-            StoppedError: the first one has failed.
-        """
-        first = self.members(action)[0]
-        with self._lock:
-            turn = self._turns.setdefault(first, threading.Lock())
-        with turn:
-            if first in self._done:
-                if not self._done[first]:
-                    raise StoppedError
-                yield False
-                return
-            self._done[first] = False
-            yield True
-            self._done[first] = True
-
-    def again(self) -> None:
-        """Another backward begins."""
-        self._done.clear()

@@ -23,7 +23,7 @@ from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..effects import has_hooks
 from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
-from ..graph import bind, output_names, resolve
+from ..graph import bind, output_names
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
 from ..place import gathered
@@ -41,13 +41,13 @@ from ..replicate.scattered import Scattered
 from ..report.tables import stage_table
 from ..saving.save import save_code
 from ..saving.skeleton import Skeleton
-from ..schedules.needs import dependencies
 from ..schedules.simulate import staircase
+from ..schedules.tape import Tape
 from .autograd import PipelineFunction
+from .call import Call, Circumstances
 from .crew import Crew
 from .ddp import Reducers
 from .events import ActionHook
-from .execute import Call, Circumstances
 from .guarded import Guarded, buffers_as_before, written_buffers
 from .hooks import call_with_hooks
 from .inside import LossInside
@@ -233,7 +233,7 @@ class Pipeline(nn.Module):
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
-            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows, gather)
+            runner = Guarded(self._lock, self.model, call, self.dims, self.merges, rows, gather)
             with self._crew.anew_after_failure(call):
                 if grad:
                     tensors: Sequence[torch.Tensor] = PipelineFunction.apply(  # type: ignore[no-untyped-call]
@@ -255,13 +255,14 @@ class Pipeline(nn.Module):
         asked: bool = False,
     ) -> Call:
         count, crew = len(chunks), self._crew
-        rounds = crew.rounds(count)
-        crew.check_can_meet(rounds)
+        meets = crew.meets(count)
+        crew.check_can_meet(meets)
         if replicas is None:
             found = crew.replicas()
             found.tell()
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
+        tape = crew.tape_for(count, meets)
         how = Circumstances(
             grad=grad,
             checkpoint=self.plan.checkpoint,
@@ -269,16 +270,16 @@ class Pipeline(nn.Module):
             serial=self._serial,
             intra_op=self.plan.threads,
             hooks=tuple(self._action_hooks.values()),
-            norms=crew.norms(rounds, replicas),
-            rounds=rounds,
+            norms=crew.norms(meets, replicas),
             drawing=crew.drawing(),
+            halved=self._watch.halved() if tape.halves else frozenset(),
             shared=shared,
             watched=watched,
             anomaly=self.plan.detect_anomaly,
             asked=asked,
             rows=self.dims.batch_size,
         )
-        return Call(self.program, crew.schedule_for(count, rounds), chunks, parameters, how, replicas)
+        return Call(crew.wiring, tape, chunks, parameters, how, replicas)
 
     def refresh_replicas(self) -> None:
         """Copy all parameters and buffers anew to replicas on other devices, in the next call.
@@ -370,7 +371,7 @@ class Pipeline(nn.Module):
             parameters = self._trainable()
             new = self._watch.circumstances(inputs)
             call = self._call(chunks, parameters, grad=True, asked=new is not None)
-            runner = Guarded(self._lock, self.program, self.model, call, self.dims, self.merges, rows)
+            runner = Guarded(self._lock, self.model, call, self.dims, self.merges, rows)
             around = functools.partial(computing_for, self._lock)
             loss = LossInside(loss_of, self.program.outputs, self.traced.out_spec, around, call.seed)
             with (
@@ -439,7 +440,11 @@ class Pipeline(nn.Module):
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule of a batch that is split into this many micro-batches."""
-        return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
+        return self._crew.schedule_for(micro_batches, self._crew.meets(micro_batches))
+
+    def tape_for(self, micro_batches: int) -> Tape:
+        """What a call with this many micro-batches plays; proven."""
+        return self._crew.tape_for(micro_batches, self._crew.meets(micro_batches))
 
     def prove_schedule(self) -> None:
         """Prove the schedule of a batch like the example; of many micro-batches it goes on as it began.
@@ -449,19 +454,21 @@ class Pipeline(nn.Module):
         """
         rows, count = self.dims.batch_size(self.example) or 1, self.plan.micro_batches
         own = isinstance(self.plan.schedule, Schedule)  # as long as it is written down
-        self.schedule_for(count if own else max(1, min(count, rows, _PROVEN)))
+        self.tape_for(count if own else max(1, min(count, rows, _PROVEN)))
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a batch that fills every micro-batch."""
         return self.schedule_for(self.plan.micro_batches)
 
+    @property
+    def tape(self) -> Tape:
+        """The schedule's instructions, each with what it comes after; ``print(pipe.tape)`` shows them."""
+        return self.tape_for(self.plan.micro_batches)
+
     def _trainable(self) -> dict[str, nn.Parameter]:
-        read = dict.fromkeys(fqn for stage in self.program.stages for fqn in stage.parameters)
-        found = {
-            fqn: resolve(self.model, fqn) for fqn in read
-        }  # torch.func.functional_call puts tensors there
-        return {fqn: p for fqn, p in found.items() if p.requires_grad}
+        """The parameters that get gradients. (torch.func.functional_call puts tensors there.)"""
+        return {fqn: p for fqn, p in self._watch.parameters.items() if p.requires_grad}
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -574,7 +581,7 @@ class Pipeline(nn.Module):
         _, rows = self.micro_batches(inputs)
         plan = self.plan
         random = any(stage.random for stage in self.stages) and self.model.training
-        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.rounds(len(rows)):
+        if random or plan.deferred_batch_norm or plan.sync_batch_norm or self._crew.meets(len(rows)):
             return False
         beside = self._beside_example()
         replicas = plain_replicas(self.program)
@@ -613,7 +620,7 @@ class Pipeline(nn.Module):
 
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
-        return staircase(self.schedule, dependencies(self.program, in_turn=frozenset()))
+        return staircase(self.tape)
 
     def _beside_example(self) -> Pipeline:
         """This pipeline if its model is on the example's device, else one over a copy of the model that is."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..actions import Action
+from ..schedules.tape import Instruction
 
 LOOKS = 3  # in which a worker waits at the same place before it is taken to wait for ever
 LOOKS_IN_C = 10  # the same where it cannot be seen that it waits: it may be in a long operation
@@ -19,12 +19,15 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def look(
-    threads: Sequence[threading.Thread], at: Mapping[int, Action], before: Mapping[int, Stuck], seconds: float
+    threads: Sequence[threading.Thread],
+    at: Mapping[int, Instruction],
+    before: Mapping[int, Stuck],
+    seconds: float,
 ) -> dict[int, Stuck]:
     """Where some of the threads are, and whether they have moved since the last look.
 
     Args:
-        at: number of a thread → the action that it is in.
+        at: number of a thread → the forward that it is in.
         before: what the last look gave, so many `seconds` ago.
     """
     found = {}
@@ -53,7 +56,7 @@ class Stuck:
         looks: in which it was there.
     """
 
-    action: Action
+    action: Instruction
     place: tuple[tuple[int, int], ...]
     line: str
     waits: bool
@@ -66,7 +69,7 @@ class Stuck:
         return self.looks >= (LOOKS if self.waits else LOOKS_IN_C)
 
 
-def _stands_at(thread: threading.Thread, action: Action) -> Stuck | None:
+def _stands_at(thread: threading.Thread, action: Instruction) -> Stuck | None:
     """Where a thread is; None if in fxsplit's own code, which waits for nothing that does not come."""
     frame = sys._current_frames().get(thread.ident or 0)
     waits = frame is not None and frame.f_code.co_filename in _WAITING

@@ -28,12 +28,12 @@ class SyncNorms(DeferredNorms):
 
     Args:
         counters: as of `DeferredNorms`.
-        rounds: stage → how many micro-batches meet there.
+        meets: stage → how many micro-batches meet there.
     """
 
-    def __init__(self, counters: Sequence[torch.Tensor], rounds: Mapping[int, int]) -> None:
+    def __init__(self, counters: Sequence[torch.Tensor], meets: Mapping[int, int]) -> None:
         super().__init__(counters)
-        self._rounds = rounds
+        self._meets = meets
         self._rooms: dict[tuple[int, int], _Room] = {}
         self._ended: dict[int, dict[int, int]] = {}  # stage → micro-batch → how often it has normalised
         self._buffers: dict[int, set[int]] = {}
@@ -70,7 +70,7 @@ class SyncNorms(DeferredNorms):
         """Where the micro-batches of a stage meet, in its n-th batch normalisation."""
         with self._lock:
             if (stage, number) not in self._rooms:
-                self._rooms[stage, number] = _Room(self._rounds[stage], stage, number)
+                self._rooms[stage, number] = _Room(self._meets[stage], stage, number)
             room = self._rooms[stage, number]
             for micro_batch, often in self._ended.get(stage, {}).items():
                 if often <= number:

@@ -23,11 +23,13 @@ from ..assumptions import (
 )
 from ..compat import autocast_kinds
 from ..errors import AssumptionError
+from ..graph import resolve
 from ..ir import Program, Traced
 from ..rebind import use_current
 from ..replication import registered
 from ..saving.skeleton import Skeleton
 from ..seen import changeable, contents, same_contents
+from .halves import can_be_halved
 
 _MISSING = object()
 
@@ -225,6 +227,10 @@ class Watch:
         # Inlined modules of a model that was made from a state_dict have neither classes nor attributes.
         self._assumed = Assumptions() if isinstance(model, Skeleton) else traced.assumptions
         self._fingerprint: Fingerprint | None = None
+        self.parameters: dict[
+            str, Any
+        ] = {}  # FQN → what the stages read, a parameter or what stands there for one
+        self._halved: frozenset[int] | None = None
         self.asked = Asked(traced, program)
 
     def use_current_modules(self) -> None:
@@ -243,7 +249,17 @@ class Watch:
             )
         for stage in self._program.stages:
             use_current(stage.module, stage.paths, self._model)
+        read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
+        self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
+        self._halved = None
         self._fingerprint = Fingerprint(self._model, self._assumed)
+
+    def halved(self) -> frozenset[int]:
+        """The stages that can go backward in two, with the hooks that their modules have now."""
+        if self._halved is None:
+            stages = self._program.stages
+            self._halved = frozenset(s.index for s in stages if can_be_halved(s.module))
+        return self._halved
 
     def circumstances(self, inputs: Sequence[torch.Tensor]) -> Key | None:
         """A key of the circumstances of a call if there was none in them yet, and forward asked what they decide."""

@@ -1,37 +1,35 @@
-"""Play lists of actions, each list in a thread of its own.
+"""Play a tape, each worker's list in a thread of its own.
 
 Threads live as long as one call. Nothing is left to collect, to fork or to hang the interpreter's exit, and
-a worker costs about 0.1 ms a call. A finished action is a token in the inbox of every worker that waits
+a worker costs about 0.1 ms a call. A finished instruction is a token in the inbox of every worker that waits
 for it, which is the only place where a worker blocks; to stop, a token that means "stop" is enough.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
 
-from ..actions import Action, Needs
 from ..compat import modes_in_force
 from ..errors import WorkerError
-from ..schedules.proof import serial_order
+from ..recompute import Around
+from ..schedules.tape import Instruction, Tape
 from .stuck import Stuck, look
 from .threads import settle_autocast, thread_state
 
-Act = Callable[[Action], None]
+Act = Callable[[Instruction], None]
 
 
 class MeetingPlace(Protocol):
-    """Where actions wait for each other."""
-
-    def members(self, action: Action) -> Sequence[Action]:
-        """Those that meet there."""
+    """Where forwards wait for each other."""
 
     def close(self) -> None:
         """Nobody waits any more."""
@@ -48,24 +46,22 @@ LOOK = 1.0  # seconds after which the caller looks whether the workers that it w
 
 
 def play(
-    workers: Sequence[Sequence[Action]],
-    needs: Needs,
+    tape: Tape,
     act: Act,
-    names: Sequence[str],
     intra_op: int | None = None,
     meetings: MeetingPlace | None = None,
+    inside: Around = contextlib.nullcontext,
 ) -> None:
-    """Play every list to its end, with the caller's thread state and context variables.
+    """Play every worker's list to its end, with the caller's thread state and context variables.
 
     One list is played in the calling thread. So are several inside of a TorchFunctionMode or TorchDispatchMode, one
-    action after the other: modes are not made for being called by several threads at once.
+    instruction after the other: modes are not made for being called by several threads at once.
 
     Args:
-        workers: lists of actions; `needs` may name actions that are in none of them: they are done already.
-        act: computes one action.
-        names: of the lists.
+        act: does what one instruction says.
         intra_op: threads that each worker uses inside of an operation; else the caller's, shared out.
-        meetings: where actions wait for each other.
+        meetings: where forwards wait for each other.
+        inside: entered by each worker.
 
     Raises:
         BaseException: of the actions that failed, the error of the one that a loop over the micro-batches would have
@@ -75,48 +71,41 @@ def play(
             for ever: it is left, and the error says so.
         WorkerError: a thread is gone without having said so, or waits for copies that have all finished: it is left.
     """
-    busy = [(list(actions), name) for actions, name in zip(workers, names, strict=True) if actions]
-    if len(busy) == 1 or modes_in_force():
-        play_serially(workers, needs, act)
-        return
-    _Players([a for a, _ in busy], needs, act, [n for _, n in busy], intra_op, meetings).run()
+    if sum(map(bool, tape.workers)) == 1 or modes_in_force():
+        play_serially(tape, act)
+    else:
+        _Players(tape, act, intra_op, meetings, inside).run()
 
 
-def play_serially(workers: Sequence[Sequence[Action]], needs: Needs, act: Act) -> None:
-    """Play the lists one action after the other in the calling thread."""
-    for action in serial_order(workers, needs):
-        act(action)
+def play_serially(tape: Tape, act: Act) -> None:
+    """Play everything in the calling thread."""
+    for instruction in tape.order:
+        act(instruction)
 
 
 class _Players:
     def __init__(
         self,
-        workers: list[list[Action]],
-        needs: Needs,
+        tape: Tape,
         act: Act,
-        names: Sequence[str],
         intra_op: int | None,
         meetings: MeetingPlace | None,
+        inside: Around,
     ) -> None:
-        self.workers, self.act, self.names, self.meetings = workers, act, names, meetings
+        self.numbers = [number for number, row in enumerate(tape.workers) if row]
+        self.workers = workers = [tape.workers[number] for number in self.numbers]
+        self.names = names = [tape.names[number] for number in self.numbers]
+        self.tape = tape
+        self.act, self.meetings, self.inside = act, meetings, inside
         self.left: list[str] = []
-        worker_of = {a: w for w, actions in enumerate(workers) for a in actions}
-        self.waits = {
-            a: {n for n in needs(a) if n in worker_of and worker_of[n] != worker_of[a]} for a in worker_of
-        }
-        self.tell: dict[Action, list[int]] = {a: [] for a in worker_of}
-        for action, before in self.waits.items():
-            for needed in before:
-                if worker_of[action] not in self.tell[needed]:
-                    self.tell[needed].append(worker_of[action])
-        self.inboxes: list[SimpleQueue[Action | None]] = [SimpleQueue() for _ in workers]
+        self.inboxes: list[SimpleQueue[int | None]] = [SimpleQueue() for _ in tape.workers]
         self.outbox: SimpleQueue[int] = SimpleQueue()
         self.stopping = False
-        self.failures: list[tuple[Action, BaseException]] = []
-        self.at = [actions[0] for actions in workers]
+        self.failures: list[tuple[Instruction, BaseException]] = []
+        self.at = [row[0] for row in workers]
         self.finished = [False] * len(workers)
         self.running: set[int] = set()
-        self.done: set[Action] = set()
+        self.done: set[int] = set()
         self.stuck: dict[int, Stuck] = {}
         self.interrupted = False
         self.broken: list[int] = []  # ended early, and nobody had told them to
@@ -190,12 +179,11 @@ class _Players:
         """
         if self.meetings is None:
             return
-        at = {w: self.at[w] for w in self.running if self.at[w].kind == "F"}
-        others = {w: set(self.meetings.members(action)) - {action} for w, action in at.items()}
-        at = {w: action for w, action in at.items() if others[w]}
+        at = {w: self.at[w] for w in self.running if self.at[w].beside}
+        others = {w: set(forward.beside) - {forward.number} for w, forward in at.items()}
         self.stuck = look(self.threads, at, self.stuck, LOOK)
-        failed = {action for action, _ in self.failures}
-        waiting = {at[w] for w, stuck in self.stuck.items() if stuck.for_ever}
+        failed = {instruction.number for instruction, _ in self.failures}
+        waiting = {at[w].number for w, stuck in self.stuck.items() if stuck.for_ever}
         leaving = []
         for w, stuck in sorted(self.stuck.items()):
             fails = bool(others[w] & failed)
@@ -252,23 +240,9 @@ class _Players:
     def _work(self, w: int) -> None:
         try:
             torch.set_num_threads(self.share)
-            done: set[Action] = set()
-            with self.state():
-                for action in self.workers[w]:
-                    self.at[w] = action
-                    waits = self.waits[action]
-                    while not waits <= done:
-                        token = self.inboxes[w].get()
-                        if token is None:
-                            return
-                        done.add(token)
-                    if self.stopping:
-                        return
-                    self.act(action)
-                    self.done.add(action)
-                    for other in self.tell[action]:
-                        self.inboxes[other].put(action)
-            self.finished[w] = True
+            with self.state(), self.inside():
+                finished = self._play(w)
+            self.finished[w] = finished
         except StoppedError:
             pass
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the caller has to see them
@@ -277,12 +251,33 @@ class _Players:
         finally:
             self.outbox.put(w)
 
+    def _play(self, w: int) -> bool:
+        """Whether it came to the end of its list."""
+        waits, tells, inboxes = self.tape.waits, self.tape.tells, self.inboxes
+        inbox, heard = inboxes[self.numbers[w]], set[int]()
+        for instruction in self.workers[w]:
+            self.at[w], number = instruction, instruction.number
+            for needed in waits.get(number, ()):
+                while needed not in heard:
+                    token = inbox.get()
+                    if token is None:
+                        return False
+                    heard.add(token)
+            if self.stopping:
+                return False
+            self.act(instruction)
+            self.done.add(number)
+            for other in tells.get(number, ()):
+                inboxes[other].put(number)
+        return True
 
-def _when(failure: tuple[Action, BaseException]) -> tuple[bool, int, bool, int, str]:
+
+def _when(failure: tuple[Instruction, BaseException]) -> tuple[bool, int, int, int, str]:
     """Interrupts first; then as in a loop over micro-batches that goes forward and backward with each."""
-    (kind, stage, micro_batch), error = failure
-    backward = kind != "F"
-    return isinstance(error, Exception), micro_batch, backward, -stage if backward else stage, kind
+    at, error = failure
+    half = {"forward": 0, "loss": 1}.get(at.kind, 2)
+    stage = at.stage if half == 0 else -at.stage
+    return isinstance(error, Exception), at.micro_batches[0], half, stage, at.kind
 
 
 def _is_gone(thread: threading.Thread) -> bool:

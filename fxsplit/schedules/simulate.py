@@ -4,50 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..actions import Action, Needs, Schedule
-from .proof import serial_order
+from .tape import Instruction, Tape
 
 
-def timeline(
-    schedule: Schedule, needs: Needs, cost: Callable[[Action], float]
-) -> dict[Action, tuple[float, float]]:
-    """Start and end of every action, when each starts as soon as its worker is free and its needs are done.
+def timeline(tape: Tape, cost: Callable[[Instruction], float]) -> list[tuple[float, float]]:
+    """By number, start and end of every instruction, when each starts as soon as its worker is free and it may.
 
     Args:
-        cost: units of time of an action.
+        cost: units of time of an instruction.
     """
-    worker_of = {a: w for w, actions in enumerate(schedule.workers) for a in actions}
-    free = [0.0] * len(schedule.workers)
-    times: dict[Action, tuple[float, float]] = {}
-    for action in serial_order(schedule.workers, needs):
-        w = worker_of[action]
-        start = max([free[w], *(times[a][1] for a in needs(action))])
-        free[w] = start + cost(action)
-        times[action] = (start, free[w])
+    free = [0.0] * len(tape.workers)
+    times = [(0.0, 0.0)] * len(tape.instructions)
+    for instruction in tape.order:
+        w = tape.worker_of[instruction.number]
+        start = max([free[w], *(times[n][1] for n in instruction.after)])
+        free[w] = start + cost(instruction)
+        times[instruction.number] = (start, free[w])
     return times
 
 
-def bubble(schedule: Schedule, needs: Needs, loads: Sequence[float]) -> float:
+def bubble(tape: Tape, loads: Sequence[float]) -> float:
     """Idle share of the workers, for stages whose forward and backward of the whole batch take `loads`.
 
-    A backward is taken to be twice as long as a forward, each of its two halves as long. Transfers take no time. Equal stages under GPipe
-    give (p - 1) / (m + p - 1).
+    A backward is taken to be twice as long as a forward, each of its two halves as long. Transfers and the loss take no
+    time. Equal stages under GPipe give (p - 1) / (m + p - 1).
     """
     weights = list(loads) if any(loads) else [1.0] * len(loads)
-    times = timeline(schedule, needs, lambda a: weights[a.stage] * (2 if a.kind == "B" else 1))
-    busy = sum(end - start for start, end in times.values())
-    return 1 - busy / (len(schedule.workers) * max(end for _, end in times.values()))
+    length = {"forward": 1, "loss": 0, "backward": 2, "inputs": 1, "weights": 1}
+    times = timeline(tape, lambda x: weights[x.stage] * length[x.kind] * len(x.micro_batches))
+    busy = sum(end - start for start, end in times)
+    return 1 - busy / (len(tape.workers) * max(end for _, end in times))
 
 
-def staircase(schedule: Schedule, needs: Needs) -> str:
-    """The schedule as a picture: one row a worker, one column for each action of equal length."""
-    times = timeline(schedule, needs, lambda _: 1)
-    width = max(len(f"{a.kind}{a.micro_batch}") for a in times)
-    length = int(max(end for _, end in times.values()))
-    lines = []
-    for (stage, replica), actions in zip(schedule.labels, schedule.workers, strict=True):
-        cells = ["·"] * length
-        for action in actions:
-            cells[int(times[action][0])] = f"{action.kind}{action.micro_batch}"
-        lines.append(f"stage {stage}.{replica} │ {' '.join(c.ljust(width) for c in cells).rstrip()}")
-    return "\n".join(lines)
+def staircase(tape: Tape) -> str:
+    """The tape as a picture: one row a worker, one column for each action of equal length.
+
+    Where micro-batches that met go backward as one, each of their workers shows its own.
+    """
+    times = timeline(tape, lambda x: x.kind != "loss")
+    rows: dict[tuple[int, int], int] = {}  # stage and micro-batch → whose they are
+    for x in tape.order:
+        if x.kind == "forward":
+            rows[x.stage, x.micro_batches[0]] = tape.worker_of[x.number]
+    cells = [["·"] * int(max(end for _, end in times)) for _ in tape.workers]
+    for x in tape.order:
+        for kind, stage, i in x.actions:
+            cells[rows[stage, i]][int(times[x.number][0])] = f"{kind}{i}"
+    width = max(len(cell) for row in cells for cell in row)
+    lines = [" ".join(cell.ljust(width) for cell in row).rstrip() for row in cells]
+    return "\n".join(f"{name} │ {line}" for name, line in zip(tape.names, lines, strict=True))

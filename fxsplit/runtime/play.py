@@ -1,0 +1,100 @@
+"""Playing the tape of a call: its forwards, its backwards, or all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..compat import parameter_hooks_silenced
+from ..schedules.tape import Instruction, Tape
+from .call import Call
+from .events import announced
+from .inside import LossInside
+from .instructions import PLAYS
+from .loss import check_differentiable
+from .unsaid import unchanged
+from .worker import play, play_serially
+
+
+def forward(call: Call) -> list[list[Any]]:
+    """Play the forwards. Returns per micro-batch the flat outputs, without graph."""
+    with _first(call):
+        _play(call, call.tape.forward)
+    call.written.arrive()
+    return call.results()
+
+
+def backward(call: Call, gradients: Sequence[dict[str, Any]], *, keep_graph: bool) -> None:
+    """Play the backwards. Afterwards the call has the gradients of inputs and parameters.
+
+    Args:
+        gradients: per micro-batch the gradient of each output value, by name.
+        keep_graph: whether this call may be played backward again.
+    """
+    call.keep_graph = keep_graph
+    call.values.forget_gradients()
+    for i, row in enumerate(gradients):
+        for name, gradient in row.items():
+            call.values.receive(name, i, [gradient])
+    call.begin_sums()
+    with parameter_hooks_silenced(list(call.parameters.values())):
+        _play(call, call.tape.backward)
+    if not keep_graph:
+        call.records.clear()
+
+
+def step(call: Call, loss: LossInside) -> None:
+    """Play all of it, with the losses in it. Afterwards the call has the gradients of inputs and parameters.
+
+    Raises:
+        GradientError: nothing requires a gradient.
+    """
+    call.loss = loss
+    call.begin_sums()
+    with _first(call), parameter_hooks_silenced(list(call.parameters.values())):
+        _play(call, call.tape)
+    call.written.arrive()
+    check_differentiable(loss.differentiable)
+
+
+@contextlib.contextmanager
+def _first(call: Call) -> Iterator[None]:
+    """The part of a call in which stages go forward, and it draws random numbers for the first time, where it does."""
+    try:
+        with unchanged(call.how.shared) if call.how.shared else contextlib.nullcontext():
+            yield
+    finally:
+        if call.seed is not None:
+            call.seed.settle()
+
+
+def _play(call: Call, tape: Tape) -> None:
+    run = call.lanes.queued(announced(functools.partial(act, call), call.device_of, call.how.hooks))
+
+    def play_one(instruction: Instruction) -> None:
+        try:
+            run(instruction)
+        except BaseException as error:
+            error.add_note(call.where(instruction, error))
+            raise
+
+    # A backward of a stage stays in its worker. Autograd's thread for the device may be the one that waits here.
+    with call.lanes.fenced(), torch.autograd.set_multithreading_enabled(False):
+        if call.serial and not tape.meets:
+            play_serially(tape, play_one)
+        else:
+            play(tape, play_one, call.how.intra_op, call if tape.meets else None, call.how.inside)
+
+
+def act(call: Call, instruction: Instruction) -> None:
+    """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
+    turn = call.turns.get(instruction.stage) if call.turns else None
+    if turn is None or instruction.kind == "loss":
+        PLAYS[instruction.kind](call, instruction)
+    else:
+        with turn:
+            PLAYS[instruction.kind](call, instruction)
