@@ -531,11 +531,11 @@ class Call:
         return value
 
     def _at_home(self, name: str, value: Any) -> Any:
-        """A leaf where the first replica of its stage is: the loss is computed there."""
+        """A leaf where the device map sends it, or the first replica of its stage is: the loss is computed there."""
         maker = self.made_by[name]
-        if maker < 0 or not self.program.stages[maker].is_apart:
+        if maker < 0 or not (name in self.program.homes or self.program.stages[maker].is_apart):
             return value
-        home = self.program.stages[maker].device
+        home = self.program.homes.get(name, self.program.stages[maker].device)
 
         def moved(leaf: Any) -> Any:
             return _handed_over(self.lanes.move(leaf, home)) if isinstance(leaf, torch.Tensor) else leaf

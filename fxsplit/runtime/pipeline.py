@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..arguments import explained
+from ..assumptions import attribute_tensors
 from ..batch import BatchDims
 from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
@@ -88,6 +89,8 @@ class Pipeline(nn.Module):
     _crew: Crew
     _watch: Watch
     _read_on: list[set[torch.device]]
+    _homes: list[torch.device | None]
+    _written: Mapping[int, str | None]
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
@@ -128,6 +131,10 @@ class Pipeline(nn.Module):
             {torch.device(d) for s in program.stages if name in s.inputs for d in assignment.rows[s.index]}
             for name in program.inputs
         ]
+        own["_written"] = _written_arguments(traced)
+        own["_homes"] = [
+            program.homes.get(v) if isinstance(v, str) else None for v in program.outputs[: shown(merges)]
+        ]
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -157,7 +164,7 @@ class Pipeline(nn.Module):
         gather = self.plan.gather or wants_merged(self._lock)
         flat, devices = self._run(inputs, chunks, rows, gather)
         if gather:
-            return tree_unflatten(flat[0], self.traced.out_spec)
+            return tree_unflatten(list(map(_sent, flat[0], self._homes)), self.traced.out_spec)
         known = None if self.dims.batch_size(inputs) is None else rows
         return Scattered(flat, self.traced.out_spec, known, devices, self.merges)
 
@@ -168,7 +175,13 @@ class Pipeline(nn.Module):
         check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self._placed(self.traced.signature.flatten(args, kwargs))
         self._watch.asked.check(inputs)
+        self._refuse_writes(inputs)
         chunks, rows = self.micro_batches(inputs)
+        for i in self._written if len(rows) > 1 else ():
+            if not inputs[i].is_inference():
+                torch.autograd.graph.increment_version(inputs[i])
+            for chunk in chunks:  # what one micro-batch writes is no change of what another has saved
+                chunk[i] = chunk[i].data
         self._refuse_tangents(inputs)
         if self.model.training not in self.traced.modes:
             now, then = ("train", "eval") if self.model.training else ("eval", "train")
@@ -203,6 +216,21 @@ class Pipeline(nn.Module):
                         "it was compiled",
                         remedy="pipe.recompile(), which compiles it where it is now",
                     )
+
+    def _refuse_writes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse an argument that forward writes to in place where autograd records it.
+
+        Eagerly the caller's tensor would get another history. Here its history is the caller's, and stages have leaves.
+        """
+        for i, where in self._written.items():
+            if inputs[i].requires_grad and torch.is_grad_enabled():
+                name = self.traced.signature.arguments[i].name
+                raise ArgumentError(
+                    f"forward writes in place to argument {name!r}, which requires gradients",
+                    where=where,
+                    remedy=f"{name} = {name}.clone() at the beginning of forward, then compile again; or pass {name}.detach(), "
+                    "if nobody needs the gradient",
+                )
 
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
         every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
@@ -619,6 +647,7 @@ class Pipeline(nn.Module):
         """This pipeline if its model is on the example's device, else one over a copy of the model that is."""
         homes = dict.fromkeys(x.device for x in self.example)
         owned = [*self.model.parameters(), *self.model.buffers()]
+        owned += [t for _, t in attribute_tensors(self.model) if t.dim()]
         if not homes or all(t.device in homes for t in owned):
             return self
         home, memo = next(iter(homes)), {}
@@ -682,6 +711,7 @@ class Pipeline(nn.Module):
         for name in ("plan", "traced", "assignment", "program", "dims", "merges", "example", "other_mode"):
             self.__dict__[name] = made.__dict__[name]
         self.__dict__.update(_crew=made._crew, _watch=made._watch, _kind=made._kind)
+        self.__dict__.update(_read_on=made._read_on, _homes=made._homes, _written=made._written)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -783,6 +813,23 @@ def _floating_type(model: nn.Module) -> torch.dtype | None:
     """That of the parameters, where they have one."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def _written_arguments(traced: Traced) -> dict[int, str | None]:
+    """Which arguments the program may write to in place, by position, and in which line."""
+    inputs = [n.name for n in traced.graph.nodes if n.op == "placeholder"]
+    own = {s: i for i, name in enumerate(inputs) for s in traced.facts[name].storages}
+    found: dict[int, str | None] = {}
+    for name in (n.name for n in traced.graph.nodes if n.name not in inputs):
+        fact = traced.facts[name]
+        for i in sorted(own[s] for s in fact.writes & own.keys()):
+            found.setdefault(i, fact.source.with_text() if fact.source else None)
+    return found
+
+
+def _sent(value: Any, home: torch.device | None) -> Any:
+    """An output where the device map sends it; moved in the caller's autograd graph."""
+    return value.to(home) if home is not None and isinstance(value, torch.Tensor) else value
 
 
 def _device_of(example: Any) -> torch.device:

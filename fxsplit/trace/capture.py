@@ -101,6 +101,12 @@ def refuse_bad_example(request: Request) -> None:
         except Exception as error:
             line = error_line(error)
             text = (str(error).splitlines() or [""])[0]
+            if "leaf Variable that requires grad" in text:
+                raise ArgumentError(
+                    f"{type(request.model).__name__} writes in place to an argument, and that of the example requires gradients",
+                    where=str(line) if line else None,
+                    remedy="x = x.clone() at the beginning of forward; or an example that does not require gradients",
+                ) from error
             raise ArgumentError(
                 f"{type(request.model).__name__} itself fails on the example: {type(error).__name__}: {text}",
                 where=str(line) if line else None,
