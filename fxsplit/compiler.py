@@ -69,8 +69,9 @@ def compile(
             to a `torch.fx.GraphModule`. A model that is a `GraphModule` already needs none.
         check: compare outputs, gradients, buffers and random numbers with the model's: of every captured graph, on
             the example and on another batch size, before it is accepted; and of the split, on the example. Without
-            it nothing is computed but the trace, so that a model on the ``meta`` device can be planned. The
-            structural proof is made in any case.
+            it the model runs once in each mode, its graph once in each mode, and for micro-batches once more on
+            the example and on a part of it; a model on the ``meta`` device can be planned so. The structural proof
+            is made in any case.
 
     Returns:
         The pipeline, an `nn.Module` with the model's own tree.

@@ -82,7 +82,7 @@ def check_attributes(model: nn.Module, traced: Traced, program: Program) -> None
     for stage in program.stages:
         for name in (n for n in stage.writes if n in plain):
             if any(_is_elsewhere(resolve(model, name), device) for device in stage.row):
-                owner, _, leaf = name.rpartition(".")
+                leaf = name.rpartition(".")[2]
                 raise PlanError(
                     f"forward writes to {name}, a tensor that is no buffer and so is not moved to stage {stage.index}, "
                     f"on {', '.join(map(str, dict.fromkeys(stage.row)))}",

@@ -317,11 +317,11 @@ def _transfers(model: nn.Module, traced: Traced, program: Program) -> Found:
                 if user.args[1] != stage.device:
                     yield Violation(f"{where} moves {node.name!r} to {user.args[1]}", user)
     plain = plain_tensors(model, traced)
-    for where, stage, module in _graphs(program):
-        for node in module.graph.nodes if stage is not None else ():
-            assert stage is not None
-            if node.op == "get_attr" and stage.paths.get(str(node.target)) in plain:
-                apart = {traced.facts[node.name].value.device} | set(stage.row) != {stage.device}
+    for where, owner, module in _graphs(program):
+        for node in module.graph.nodes if owner is not None else ():
+            assert owner is not None
+            if node.op == "get_attr" and owner.paths.get(str(node.target)) in plain:
+                apart = {traced.facts[node.name].value.device, *owner.row} != {owner.device}
                 if apart and any(user.target is not transfer for user in node.users):
                     yield Violation(f"{where} reads {node.name!r}, a tensor that nobody moves", node)
 
