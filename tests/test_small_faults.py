@@ -146,7 +146,8 @@ def test_values_and_gradients_are_freed_when_they_have_been_used(schedule, grad)
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "again"), [("except_last", [0, 1, 1, 1]), ("always", [1, 1, 1, 1]), ("never", [0, 0, 0, 0])]
+    ("checkpoint", "again"),
+    [("except_last", [0, 1, 1, 1]), ("always", [1, 1, 1, 1]), ("never", [0, 0, 0, 0])],
 )
 def test_except_last_keeps_the_micro_batch_that_goes_backward_first(checkpoint, again, monkeypatch):
     plan = Plan(cut=["b"], micro_batches=4, checkpoint=checkpoint)
@@ -212,7 +213,10 @@ def chain(works, *slots):
         (chain(((1.0,) * 8,), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))), 2.0),
         (chain(((1.0, 1.0, 5.0, 1.0),), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))), 5.0),
         (chain(((1.0,) * 8, (3.0,) * 8), *(Slot(d, Weights(1.0), devices=(d,)) for d in range(2))), 6.0),
-        (chain(((4.0,) * 6,), Slot(0, Weights(0.5), devices=(0, 1)), Slot(0, Weights(1.0), devices=(2,))), 8.0),
+        (
+            chain(((4.0,) * 6,), Slot(0, Weights(0.5), devices=(0, 1)), Slot(0, Weights(1.0), devices=(2,))),
+            8.0,
+        ),
     ],
     ids=["shared evenly", "the heaviest unit", "unequal devices", "replicas"],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..compat import TreeSpec
 from ..errors import ArgumentError
+from ..graph import is_within
 from ..seen import Seen
 from ..signature import Signature
 from ..state import preserved
@@ -76,6 +77,15 @@ class Taken:
     reads: Mapping[str, Mapping[str, None]] = field(default_factory=dict)
     objects: Mapping[str, None] = field(default_factory=dict)
     asked: tuple[tuple[str, str, Seen], ...] = ()
+
+    def outside(self, whole: Sequence[str]) -> Taken:
+        """Without what modules that stay whole have read, which they read anew in every call."""
+
+        def is_outside(path: str) -> bool:
+            return not any(is_within(path, w) for w in whole)
+
+        reads = {path: names for path, names in self.reads.items() if is_outside(path)}
+        return replace(self, reads=reads, objects={o: None for o in self.objects if is_outside(o)})
 
     def __or__(self, other: Taken) -> Taken:
         paths = dict.fromkeys((*self.reads, *other.reads))
