@@ -23,7 +23,7 @@ from ..batch import BatchDims
 from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..effects import has_hooks
-from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
+from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError, StageIndexError
 from ..graph import bind, output_names, resolve
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
@@ -60,6 +60,7 @@ from .watch import Watch
 
 _LOSS = dict.fromkeys(("loss", "criterion", "loss_function"), "pipe.step(x, target=y, loss_fn=...)")
 _PROVEN = 1024  # micro-batches, at most
+_MOST = 2**20  # micro-batches of a schedule that is shown
 
 
 class Pipeline(nn.Module):
@@ -242,6 +243,7 @@ class Pipeline(nn.Module):
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
+        self._check_flat(inputs)
         replicas = plain_replicas(self.program)
         flat, _ = self._run(inputs, [list(inputs)], [1], gather=True, replicas=replicas)
         return flat[0]
@@ -461,12 +463,36 @@ class Pipeline(nn.Module):
         return handle
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
-        """The flat inputs of each micro-batch, and its rows."""
+        """The flat inputs of each micro-batch, and its rows.
+
+        Raises:
+            ArgumentError: these are no flat inputs.
+        """
+        self._check_flat(inputs)
         rows = self._crew.rows(self.dims.batch_size(inputs))
         return self.dims.split(inputs, rows), rows
 
+    def _check_flat(self, inputs: Sequence[torch.Tensor]) -> None:
+        names = self.program.inputs
+        flat = isinstance(inputs, list | tuple) and all(isinstance(x, torch.Tensor) for x in inputs)
+        if not flat or len(inputs) != len(names):
+            raise ArgumentError(
+                f"the flat inputs are {len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(names)}",
+                remedy="pipe.traced.signature.flatten(args, kwargs) makes them of the arguments of a call",
+            )
+
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """The schedule of a batch that is split into this many micro-batches."""
+        """The schedule of a batch that is split into this many micro-batches.
+
+        Raises:
+            ArgumentError: it is no number of micro-batches.
+        """
+        whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+        if not whole or not 1 <= micro_batches <= _MOST:
+            raise ArgumentError(
+                f"schedule_for({micro_batches!r}): not a number of micro-batches, from 1 to {_MOST}",
+                remedy=f"pipe.schedule_for({min(self.plan.micro_batches, _MOST)})",
+            )
         return self._crew.schedule_for(micro_batches, self._crew.rounds(micro_batches))
 
     def prove_schedule(self) -> None:
@@ -527,7 +553,18 @@ class Pipeline(nn.Module):
         return len(self.stages)
 
     def __getitem__(self, index: int) -> Stage:
-        return self.stages[index]
+        """One stage.
+
+        Raises:
+            StageIndexError: there is none.
+        """
+        try:
+            return self.stages[index]
+        except (IndexError, TypeError):
+            raise StageIndexError(
+                f"pipe[{index!r}]: the pipeline has {len(self)} stage{'s' * (len(self) != 1)}",
+                remedy=f"pipe[0] … pipe[{len(self) - 1}]; a module of the model is pipe.get_submodule({str(index)!r})",
+            ) from None
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
