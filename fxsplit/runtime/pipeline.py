@@ -378,7 +378,11 @@ class Pipeline(nn.Module):
                     ]
                     if isinstance(loss_fn, Criterion):
                         reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
-                    loss_of = in_parts(loss_fn, target, rows, reduction, merges)
+                    try:
+                        loss_of = in_parts(loss_fn, target, rows, reduction, merges)
+                    except ArgumentError as error:
+                        what = f"schedule={self.plan.schedule_name!r}: {error.what}"
+                        raise ArgumentError(what, where=error.where, remedy=error.remedy) from error.__cause__
                     return self.active._step_inside(inputs, chunks, rows, loss_of, target)
             with self._lock:
                 self.active._watch.use_current_modules()
