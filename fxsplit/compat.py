@@ -513,6 +513,14 @@ def autocast_kinds() -> list[str]:
     return list(torch._C._autocast_supported_devices())  # torch 2.13
 
 
+def default_device() -> torch.device:
+    """Where new tensors are made. Torch 2.9 itself cannot say so after ``set_default_device(None)``."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.empty(0).device
+
+
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """Pack and unpack of the innermost `saved_tensors_hooks` of this thread; None where there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch 2.13

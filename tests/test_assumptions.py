@@ -336,6 +336,8 @@ ASKED = {
 }
 
 
+# torch 2.9 leaves a checkpoint by its generator, which the error still holds, and complains that it is late
+@pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant_generator")
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_what_forward_asks_of_a_call_is_compared(name, checkpoint):

@@ -587,7 +587,7 @@ def test_parts_that_forward_makes_where_there_was_none(nested):
         assert torch.isfinite(model(torch.randn(2, 4))).all()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_submodule_keeps_its_modes():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)))
     model = nn.Sequential(nn.Linear(4, 4), scripted)

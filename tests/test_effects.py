@@ -627,7 +627,7 @@ def test_hooks_hear_of_a_forward_once_whatever_is_recomputed(hooked):
     assert any("checkpoint(" in stage.code for stage in pipe)  # what has no hooks is
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first use
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, at its first use
 def test_forward_mode_differentiation_is_refused_and_not_lost():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     pipe = fxsplit.compile(model, Plan(micro_batches=2), example_args=(X,))

@@ -92,7 +92,12 @@ def run_fake(program, model, batch):
                                 nn.Parameter(fake, False) if isinstance(value, nn.Parameter) else fake
                             )
         inputs = [mode.from_tensor(t) for t in tree_leaves(batch(3))]
-        return program.root(*inputs)
+        try:
+            return program.root(*inputs)
+        except RuntimeError as error:
+            if "driver" in str(error):  # torch 2.9, built for CUDA
+                pytest.skip("attention asks the driver of fake devices too, and there is none")
+            raise
 
 
 @pytest.mark.parametrize("name", MAPS)

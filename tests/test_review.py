@@ -65,6 +65,16 @@ def test_grad_mode_regions_hold_whatever_the_caller_has_on():
     assert pipe.model.b.weight.grad is None
 
 
+def loses_gradients_of_casts():
+    """Before torch 2.10, a weight that was cast under no_grad had no gradient in the rest of the autocast."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        return not layer(x).requires_grad
+
+
+@pytest.mark.skipif(loses_gradients_of_casts(), reason="this torch computes no gradient to compare with")
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_region_that_is_cut_is_entered_again(checkpoint):
     def forward(self, x):
@@ -208,7 +218,7 @@ def test_checkpoints_refuse_what_changed_before_backward():
         output.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_roots_that_cannot_be_compiled_say_so():
     for model, said in (
         (nn.Sequential(nn.LazyLinear(3)), "run it once"),

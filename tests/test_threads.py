@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxsplit
 from fxsplit.actions import Action
+from fxsplit.compat import default_device
 from fxsplit.runtime import worker
 from fxsplit.schedules.catalog import forward_only
 from fxsplit.schedules.needs import needs_of
@@ -131,10 +132,10 @@ STATES = {
     ),
     "no_grad": (torch.no_grad, torch.is_grad_enabled),
     "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled),
-    "default device": (lambda: torch.device("meta"), torch.get_default_device),
+    "default device": (lambda: torch.device("meta"), default_device),
     "default device of the process": (
         lambda: setting(torch.set_default_device, None, "meta"),
-        torch.get_default_device,
+        default_device,
     ),
     "default dtype": (
         lambda: setting(torch.set_default_dtype, torch.float32, torch.float64),

@@ -17,6 +17,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from ..compat import (
     autocast_kinds,
     backward_uses_threads,
+    default_device,
     saved_tensors_hooks_in_force,
     saved_tensors_hooks_refused,
 )
@@ -42,7 +43,7 @@ def thread_state() -> Context:
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()
     ]
     caches = torch.is_autocast_cache_enabled()
-    inference, device = torch.is_inference_mode_enabled(), torch.get_default_device()
+    inference, device = torch.is_inference_mode_enabled(), default_device()
     hooks, refused = saved_tensors_hooks_in_force(), saved_tensors_hooks_refused()
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         hooks = None  # a checkpoint around the pipeline would call it again in the middle of its own backward

@@ -114,5 +114,8 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device="sim": torch.get_rng_state()
     module.set_rng_state = lambda state, device="sim": torch.set_rng_state(state)
-    module.get_amp_supported_dtype = list  # none of them
+    module.get_amp_supported_dtype = lambda: [
+        torch.bfloat16,
+        torch.float16,
+    ]  # torch 2.9 asks, of a checkpoint
     return module
