@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, get_args
 
+from .arguments import explained
 from .errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
@@ -95,6 +96,11 @@ class Schedule:
             f"stage {stage}.{replica}: {' '.join(map(str, actions))}"
             for (stage, replica), actions in zip(self.labels, self.workers, strict=True)
         )
+
+
+Schedule.__init__ = explained(  # type: ignore[method-assign]
+    ScheduleError, 'fxsplit.Schedule.from_csv("0F0,0B0\\n")'
+)(Schedule.__init__)
 
 
 def _action(text: str, line: int) -> Action:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import json
@@ -31,7 +32,20 @@ from .caches import Follows, is_cache, put_together, taken_apart
 
 TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
-TorchDispatchMode = _python_dispatch.TorchDispatchMode  # torch 2.13
+
+
+@functools.cache
+def _load_dynamo() -> None:
+    with warnings.catch_warnings():
+        importlib.import_module("torch._dynamo")
+
+
+class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """torch 2.13's. The first one of a process imports SymPy, which adds a filter of warnings; here it leaves none."""
+
+    def __init__(self) -> None:
+        _load_dynamo()
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 class _Record:
@@ -369,6 +383,34 @@ def transforms_left() -> Iterator[None]:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
+class Interpreter(fx.Interpreter):
+    """fx's without its progress bar (torch 2.13), which starts a thread of tqdm's and leaves it, shown or not."""
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run the graph node by node: the value of the output node."""
+        self.env, self.args_iter = {}, iter(args)
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+            if node.op == "output":
+                return self.env[node]
+            if self.garbage_collect_values:
+                for spent in self.user_to_last_uses.get(node, []):
+                    del self.env[spent]
+        raise AssertionError("a graph without output")
+
+
+@contextlib.contextmanager
+def _no_monitor() -> Iterator[None]:
+    """Progress bars of torch's own interpreters start no thread that looks after them."""
+    bar: Any = vars(torch.hub)["tqdm"]  # torch 2.13
+    before = getattr(bar, "monitor_interval", 0)
+    bar.monitor_interval = 0
+    try:
+        yield
+    finally:
+        bar.monitor_interval = before
+
+
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
     """`torch.export` says on the log and as warnings what it then raises; here it raises only."""
@@ -379,7 +421,7 @@ def quiet_export() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _no_monitor():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -27,7 +27,7 @@ from .ir import Assignment, Program, Traced
 from .merging.decide import Merging, find_merges
 from .microbatch import Merge
 from .partition.shared import partition_with_homes
-from .place import check_devices, gathered, place
+from .place import check_attributes, check_devices, gathered, place
 from .plan import Plan
 from .proof.numerics import Run, verify_numerics
 from .proof.plan import verify_sizes
@@ -70,8 +70,9 @@ def compile(
             to a `torch.fx.GraphModule`. A model that is a `GraphModule` already needs none.
         check: compare outputs, gradients, buffers and random numbers with the model's: of every captured graph, on
             the example and on another batch size, before it is accepted; and of the split, on the example. Without
-            it nothing is computed but the trace, so that a model on the ``meta`` device can be planned. The
-            structural proof is made in any case.
+            it the model runs once in each mode, its graph once in each mode, and for micro-batches once more on
+            the example and on a part of it; a model on the ``meta`` device can be planned so. The structural proof
+            is made in any case.
 
     Returns:
         The pipeline, an `nn.Module` with the model's own tree.
@@ -162,6 +163,7 @@ def _pipeline(
     check_devices(model, assignment)
     program = generate(model, traced, assignment, runs)
     _check_threads(plan, program)
+    check_attributes(model, traced, program)
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
     _warn(model, plan, merging)
@@ -273,9 +275,10 @@ def _other_pipeline(
         try:
             return _pipeline(model, other, plan, inputs, check)
         except (PartitionError, ScheduleError):  # fewer units, or no such path
-            plan = _without_lists(plan, device_map={"": str(assignment.devices[0])})
+            plan = _without_lists(plan, device_map={"": str(assignment.devices[0]), **_pairs_of(plan)})
             return _pipeline(model, other, plan, inputs, check)
-    placed = _placed_alike(other, assignment, program)
+    placed: dict[str, Any] = _placed_alike(other, assignment, program)
+    placed.update(_pairs_of(plan))
     try:
         return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
     except PartitionError:  # an operation has no neighbour that says where it runs
@@ -283,7 +286,13 @@ def _other_pipeline(
         return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
 
 
-def _without_lists(plan: Plan, device_map: Mapping[str, str]) -> Plan:
+def _pairs_of(plan: Plan) -> dict[str, tuple[str, str]]:
+    """What the user's map says of where outputs go."""
+    said = plan.device_map if isinstance(plan.device_map, Mapping) else {}
+    return {path: device for path, device in said.items() if isinstance(device, tuple)}
+
+
+def _without_lists(plan: Plan, device_map: Mapping[str, Any]) -> Plan:
     """The plan with a device map, and without what counts the stages of the other cut or names its nodes."""
     return plan.replace(
         stages=None,

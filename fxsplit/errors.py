@@ -53,6 +53,10 @@ class ArgumentError(FxsplitError, TypeError):
     """A call has an argument that is missing, unknown, or not of the kind the pipeline was compiled for."""
 
 
+class StageIndexError(ArgumentError, IndexError):
+    """A pipeline has no such stage."""
+
+
 class AssumptionError(ArgumentError):
     """The model, or the state of its caller, is not what it was when the pipeline was compiled."""
 

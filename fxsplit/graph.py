@@ -44,6 +44,18 @@ def resolve(model: nn.Module, fqn: str) -> Any:
     return owner
 
 
+def plain_tensors(model: nn.Module, traced: Traced) -> set[str]:
+    """What the program reads of tensors that are attributes of modules, neither parameters nor buffers.
+
+    Nobody moves them; where they may be elsewhere, the program transfers them.
+    """
+    registered = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    registered |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    found = read - registered - set(traced.constants)
+    return {name for name in found if isinstance(resolve(model, name), torch.Tensor)}
+
+
 class ModuleMode:
     """Reads ``training`` of a module that was written into the graph, without being its parent.
 

@@ -252,6 +252,7 @@ class Assignment:
         rows: per stage the devices of its replicas; `devices` are their first ones.
         forecast: what the plan comes to, by the figures it was made of.
         device_map: module path → device (or device and output device), where that says this placement; else why not.
+        homes: output of the model that the map sends to another device than that of its stage → that device.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -262,6 +263,7 @@ class Assignment:
     rows: tuple[tuple[torch.device, ...], ...]
     forecast: Forecast
     device_map: Mapping[str, Any] | str = "it has not been written down"
+    homes: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -366,6 +368,7 @@ class Program:
         outputs: the flat outputs: a value's name, or a constant wrapped in a 1-tuple.
         aliases: value that crosses a cut → the first one that does and may be the very same tensor, as the result of an
             identity is, and of a dropout in eval mode. Their gradients are added as those of one.
+        homes: as of the `Assignment`.
     """
 
     stages: tuple[Stage, ...]
@@ -373,6 +376,7 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str | tuple[Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    homes: Mapping[str, torch.device] = field(default_factory=dict)
 
     def written(self) -> tuple[str, ...]:
         """FQNs of the buffers that any stage may write."""

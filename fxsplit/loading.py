@@ -23,7 +23,8 @@ from .files import read_json, read_text
 from .graph import ModuleMode, resolve, run_under
 from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
 from .microbatch import Merge, Total
-from .place import check_devices, place
+from .partition.device_map import output_homes
+from .place import check_attributes, check_devices, place
 from .plan import Plan
 from .proof.structure import verify_structure
 from .replicate.meet import check_replicas
@@ -195,13 +196,15 @@ def _pipeline(
         data["costs"],
         tuple(tuple(torch.device(d) for d in row) for row in data["rows"]),
         _forecast(data["forecast"]),
-        _device_map(data["device_map"]),
+        (device_map := _device_map(data["device_map"])),
+        output_homes(model, traced, device_map),
     )
     if isinstance(plan.replicas, int) and any(n != plan.replicas for n in assignment.replicas):
         raise ValueError(f"the plan has {plan.replicas} replicas, its stages {assignment.replicas}")
     check_devices(model, assignment)
     regions = [[(a, b) for a, b in runs] for runs in data["regions"]]
     program = generate(model, traced, assignment, regions)
+    check_attributes(model, traced, program)
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
     for stage in program.stages:

@@ -1,4 +1,8 @@
-"""Move parameters and buffers to the devices of their stages, in place."""
+"""Move parameters and buffers to the devices of their stages, in place.
+
+A tensor that is an attribute of a module that stays whole goes with it; those that the program itself reads stay where
+they are, and are transferred.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import torch
 from torch import nn
 
 from .errors import PlanError
-from .graph import region_modules
-from .ir import Assignment, Program, Stage
+from .graph import plain_tensors, region_modules, resolve
+from .ir import Assignment, Program, Stage, Traced
 
 
 def place(model: nn.Module, program: Program) -> None:
@@ -32,6 +36,9 @@ def place(model: nn.Module, program: Program) -> None:
             table = getattr(holder, kind)
             if _is_elsewhere(table[key], stage.device):
                 moved.append(_mover(table, key, stage.device))
+        for attributes, key, tensor in _attributes_of(model, stage):
+            if _is_elsewhere(tensor, stage.device):
+                moved.append(functools.partial(attributes.__setitem__, key, tensor.to(stage.device)))
     for put in moved:
         put()
 
@@ -43,20 +50,21 @@ def check_devices(model: nn.Module, assignment: Assignment) -> None:
         PlanError: names the first stage on one.
     """
     without = {t.is_meta for t in (*model.parameters(), *model.buffers())}
-    placed = [(s, d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)]
-    for stage, device in placed:
+    placed = [(f"stage {s}", d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)]
+    placed += [(f"output {name}", d) for name, d in assignment.homes.items()]
+    for what, device in placed:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise PlanError(
-                f"stage {stage} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
+                f"{what} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
                 remedy="name devices that this machine has, such as devices='cpu'",
             ) from None
-    for stage, device in placed:
+    for what, device in placed:
         if without - {device.type == "meta"}:
             meta = device.type == "meta"
             raise PlanError(
-                f"stage {stage} is placed on {device}, "
+                f"{what} is placed on {device}, "
                 + ("and the model has values" if meta else "and the model is on meta: it has no values"),
                 remedy="leave out devices=, or fxsplit.preview(model, plan, ...), which places nothing"
                 if True in without
@@ -64,14 +72,33 @@ def check_devices(model: nn.Module, assignment: Assignment) -> None:
             )
 
 
+def check_attributes(model: nn.Module, traced: Traced, program: Program) -> None:
+    """Refuse that a stage writes to a tensor on another device: the program would write to a copy.
+
+    Raises:
+        PlanError: a tensor that is neither parameter nor buffer is written, and is not where its stage computes.
+    """
+    plain = plain_tensors(model, traced)
+    for stage in program.stages:
+        for name in (n for n in stage.writes if n in plain):
+            if any(_is_elsewhere(resolve(model, name), device) for device in stage.row):
+                leaf = name.rpartition(".")[2]
+                raise PlanError(
+                    f"forward writes to {name}, a tensor that is no buffer and so is not moved to stage {stage.index}, "
+                    f"on {', '.join(map(str, dict.fromkeys(stage.row)))}",
+                    remedy=f"self.register_buffer({leaf!r}, ..., persistent=False) in place of self.{leaf} = ...",
+                )
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """All parameters and buffers on one device, where a model that was spread can be run; after an error as before.
+    """All parameters, buffers and tensor attributes on one device, where a model that was spread can be run; after an error as before.
 
     The Parameter objects stay the same.
     """
-    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
-    before = [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor is not None]
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers, vars(m))]
+    items = ((table, key, value) for table in tables for key, value in table.items())
+    before = [(table, key, value) for table, key, value in items if isinstance(value, torch.Tensor)]
     found = {id(tensor): tensor for _, _, tensor in before if _is_elsewhere(tensor, device)}
     values = {
         key: (t.data, t.grad, t.data.to(device), None if t.grad is None else t.grad.to(device))
@@ -111,6 +138,16 @@ def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str,
                     tensor = table.get(key)
                     if tensor is not None and names.get(id(tensor), "") in ("", *stage.parameters):
                         yield holder, kind, key
+
+
+def _attributes_of(model: nn.Module, stage: Stage) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The tensors that modules of a stage which stay whole have as plain attributes; numbers may be anywhere."""
+    for fqn in stage.paths.values():
+        whole = resolve(model, fqn)
+        for module in whole.modules() if isinstance(whole, nn.Module) else ():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield vars(module), key, value
 
 
 def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:

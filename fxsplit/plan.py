@@ -38,7 +38,9 @@ class Plan:
             other model, the smallest groups of graph nodes that may be cut apart, in program order.
         cut: module paths (FQNs) that each begin a new stage, such as ``["h.4", "h.8"]``.
         device_map: ``{module path: device}`` or ``{module path: (device, output device)}``; the deepest
-            matching path wins, ``""`` is the whole model. Or a word of Accelerate's, which makes such a map of
+            matching path wins, ``""`` is the whole model. An output of the model is where it is computed, or, where
+            keys with pairs hold what computes it, on the output device of the outermost of them. A parameter that
+            is read on two devices is where a key names it, or else where it is read first. Or a word of Accelerate's, which makes such a map of
             the bytes of parameters and buffers, over modules in execution order: ``"auto"`` and ``"balanced"``
             (the heaviest device is as light as possible), ``"balanced_low_0"`` (as little as possible on the
             first device), ``"sequential"`` (each device is filled before the next).

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
 
 from .actions import Schedule
 from .checkpoint import Budget, Checkpoint
@@ -48,10 +49,31 @@ def fields_of(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_fields(path: str | os.PathLike[str], plain: Mapping[str, Any]) -> None:
-    """Write plain fields as a JSON file."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Write plain fields as a JSON file.
+
+    Raises:
+        PlanError: there can be no such file.
+    """
+    with _opened(path, "w", "plan.save") as file:
         json.dump(plain, file, indent=2)
         file.write("\n")
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], mode: str, call: str) -> Iterator[IO[str]]:
+    if not isinstance(path, str | os.PathLike):
+        raise PlanError(f"{call}({path!r}): not a path", remedy=f'{call}("plan.json")')
+    try:
+        file = open(path, mode, encoding="utf-8")  # noqa: SIM115
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(
+            f"{call}({os.fspath(path)!r}): {why}",
+            remedy=f"{call}(path) of a file that can be "
+            + ("written" if mode == "w" else "read, such as plan.save(path) writes"),
+        ) from None
+    with file:
+        yield file
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -60,7 +82,7 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         PlanError: the file holds no plan.
     """
-    with open(path, encoding="utf-8") as file:
+    with _opened(path, "r", "fxsplit.Plan.load") as file:
         try:
             fields = json.load(file)
         except ValueError as error:

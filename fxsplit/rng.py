@@ -121,7 +121,7 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, seed: Callable[[], int], states: dict[torch.device, torch.Tensor] | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seed, self.states = seed, dict(states or {})
 
     @classmethod

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compat import TorchDispatchMode, storage_key
 from .reach import Reach, around_of, holds_state, parts_of
 
 
@@ -65,13 +66,15 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     tensor attributes (values and objects), gradients, modes, hooks and plain attributes of every module.
 
     Args:
-        parameters: also the values of the parameters; costs a copy of them.
+        parameters: also the values of the parameters; costs a copy of those that the body writes.
     """
     others = unregistered(model)
     modules = [*model.modules(), *others]
     attributes = [attributes_of(module) for module in modules]
     modes = [(module, module.training) for module in modules]
-    written = [*state_tensors(model).values(), *(model.parameters() if parameters else ())]
+    owned = list(model.parameters()) if parameters else []
+    watched = [p for p in owned if _is_plain(p)]
+    written = [*state_tensors(model).values(), *(p for p in owned if not _is_plain(p))]
     written += [b for module in others for b in module._buffers.values() if b is not None]
     written += _inside_of_objects(modules)
     around = [Snapshot(o) for o in around_of(model)]
@@ -81,10 +84,13 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     )
     drawn = python_random_state()
+    writes = _KeptWhenWritten(watched)
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            with writes if watched else contextlib.nullcontext():
+                yield
         finally:
+            writes.restore()
             restore_python_random(drawn)
             for module, before in zip(modules, attributes, strict=True):
                 restore_attributes(module, before)
@@ -100,6 +106,62 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
+
+
+class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what parameters hold when an operation is about to write to them, below autograd and past ``.data``.
+
+    A copy of all of them would be as large as the model, and next to no forward writes to any.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters = [
+            (p, p.detach()) for p in parameters
+        ]  # the memory lives, whatever becomes of ``p.data``
+        self._untouched = {storage_key(p): p.detach() for p in parameters}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | (kwargs or {})
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(given.get(argument.name))
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and self._untouched:
+                memory = self._untouched.pop(storage_key(tensor), None)
+                if memory is not None:
+                    whole = memory.as_strided(
+                        (memory.untyped_storage().nbytes() // memory.element_size(),), (1,), 0
+                    )
+                    self._kept.append((whole, whole.clone()))
+
+    def restore(self) -> None:
+        """Parameters have the memory that they had, and that holds what it held."""
+        with torch.no_grad():
+            for parameter, before in self._parameters:
+                if not _same_place(parameter, before):
+                    parameter.data = before
+            for memory, value in self._kept:
+                memory.data.copy_(value)
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers of the same memory."""
+    places = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
+    return storage_key(a) == storage_key(b) and places[0] == places[1]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its own to look at: no subclass that wraps others, dense, on a device."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

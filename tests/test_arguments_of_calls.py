@@ -71,3 +71,51 @@ def test_a_parameter_that_is_frozen_between_forward_and_backward(schedule):
     assert model[0].weight.grad is None
     torch.testing.assert_close(model[0].bias.grad, expected[0])
     torch.testing.assert_close(model[2].weight.grad, expected[1])
+
+
+class WritesIt(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+
+    def forward(self, x):
+        return self.b(self.a(self.how(x)))
+
+
+def zeroed(x):
+    x[:, 0] = 0
+    return x
+
+
+def cloned(x):
+    return x.clone().add_(1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("how", [lambda x: x.add_(1), torch.relu_, zeroed, nn.ReLU(inplace=True)], ids=str)
+def test_an_argument_that_forward_writes_to(how, micro_batches, schedule):
+    """Eagerly an intermediate result gets another history. A pipeline cannot give it one, and says so before it runs."""
+    plan = Plan(stages=2, micro_batches=micro_batches, schedule=schedule)
+    model, x = WritesIt(how), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    plain, expected = x.clone(), x.clone()
+    assert torch.equal(pipe(plain), torch.cat([model(part) for part in expected.chunk(micro_batches)]))
+    assert torch.equal(plain, expected)  # it was written to, as eagerly
+    weight = torch.ones(4, requires_grad=True)
+    wanted = x * weight
+    before = wanted.detach().clone()
+    for call in (pipe, lambda x: pipe.step(x, loss_fn=lambda y: y.sum(), reduction="sum")):
+        with pytest.raises(
+            ArgumentError, match=r"writes in place to argument 'x'(?s:.*)x = x.clone\(\)(?s:.*)x.detach"
+        ):
+            call(wanted)
+    assert torch.equal(wanted.detach(), before)
+    with torch.no_grad():
+        assert torch.equal(pipe(wanted.clone()), pipe(before.clone()))
+    pipe(wanted.detach()).sum().backward()
+    with pytest.raises(ArgumentError, match=r"writes in place to an argument, and(?s:.*)x = x.clone\(\)"):
+        fxsplit.compile(WritesIt(how), plan, example_args=(x * weight,))
+    after = fxsplit.compile(WritesIt(cloned), plan, example_args=(x * weight,))
+    after(x * weight).sum().backward()
+    assert weight.grad.any()

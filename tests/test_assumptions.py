@@ -587,3 +587,75 @@ def test_after_any_changes_an_error_or_the_model_s_numbers(changes):
         return  # the changes do not go together
     pipe.recompile()
     assert_same(model, pipe)
+
+
+class Flagged(nn.Module):
+    """What the front end cannot see in its graph: an early way out by a flag, a number, a field of a config."""
+
+    def __init__(self, by_value):
+        super().__init__()
+        self.body, self.head = Body(), nn.Linear(4, 4)
+        self.early, self.by_value, self.config, self.note = False, by_value, Config(), "nobody reads it"
+
+    def forward(self, x, i):
+        y = self.body(x)
+        if self.early:
+            return y
+        y = self.head(y) * self.config.scale
+        return y[:, : int(i.max())] if self.by_value else y
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.tau, self.gains = nn.Linear(4, 4), 1.0, [1.0, 2.0]
+
+    def forward(self, x):
+        return self.lin(x) * self.tau + self.gains[1]
+
+
+class LeavesOfOurs(torch.fx.Tracer):
+    """Keeps `Body` whole, which reads its attributes anew in every call."""
+
+    def is_leaf_module(self, module, path):
+        return isinstance(module, Body) or super().is_leaf_module(module, path)
+
+
+FRONT_ENDS = {
+    "torch.export": ({}, True),
+    "tracer=a class": ({"tracer": torch.fx.Tracer}, False),
+    "tracer=a function": ({"tracer": torch.fx.symbolic_trace}, False),
+}
+TOGGLES = {
+    "early": lambda m: setattr(m, "early", True),
+    "tau": lambda m: setattr(m.body, "tau", 2.0),
+    "scale": lambda m: setattr(m.config, "scale", 3.0),
+    "gains": lambda m: m.body.gains.__setitem__(1, 4.0),
+    "forward": lambda m: setattr(m.body, "forward", lambda x: x),
+    "head": lambda m: setattr(m, "head", nn.Sequential(nn.Linear(4, 4))),
+}
+
+
+@pytest.mark.parametrize("toggle", TOGGLES)
+@pytest.mark.parametrize(("given", "by_value"), FRONT_ENDS.values(), ids=FRONT_ENDS)
+def test_a_flag_is_watched_whatever_front_end_captured_it(given, by_value, toggle):
+    model, i = Flagged(by_value), torch.tensor([2, 3])
+    pipe = fxsplit.compile(model, fxsplit.Plan(), example_args=(X, i), check=not by_value, **given)
+    assert pipe.traced.front_end.startswith("torch.export" if by_value else "tracer=")
+    model.note = "still nobody"
+    assert torch.equal(pipe(X, i), model(X, i))
+    TOGGLES[toggle](model)
+    with pytest.raises(AssumptionError, match=toggle):
+        pipe(X, i)
+    pipe.recompile()
+    assert torch.equal(pipe(X, i), model(X, i))
+
+
+def test_what_a_module_that_a_tracer_keeps_whole_reads_is_no_assumption():
+    model, i = Flagged(False), torch.tensor([2, 3])
+    pipe = fxsplit.compile(model, fxsplit.Plan(), example_args=(X, i), tracer=LeavesOfOurs)
+    model.body.tau, model.body.gains[1] = 3.0, 5.0
+    assert torch.equal(pipe(X, i), model(X, i))
+    model.config.scale = 1.0
+    with pytest.raises(AssumptionError, match="scale"):
+        pipe(X, i)

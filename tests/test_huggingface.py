@@ -14,7 +14,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan
-from fxsplit.errors import ArgumentError, NoAttributeError, TraceError
+from fxsplit.errors import ArgumentError, AssumptionError, NoAttributeError, TraceError
 
 # -- caches ------------------------------------------------------------------------------------------------------
 
@@ -645,3 +645,32 @@ def test_nothing_of_transformers_is_imported_by_fxsplit():
         for name, module in sys.modules.items()
         if name.startswith("fxsplit")
     )
+
+
+def test_a_flag_that_a_trainer_sets_after_the_compile_says_what_to_type(hf):
+    model, batch = pretrained(hf, "GPT2LMHeadModel"), padded(4)
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=2), example_kwargs=batch)
+    model.config.use_cache = False
+    with pytest.raises(
+        AssumptionError, match=r"config.use_cache was True, is False(?s:.*)pipe.recompile\(\)"
+    ):
+        pipe(**batch)
+    pipe.recompile()
+    torch.testing.assert_close(pipe(**batch).loss, model(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["XLNetModel", "XLNetLMHeadModel"])
+def test_xlnet(hf, name):
+    """Its modules have the batch in the second dimension, and give other outputs in train mode."""
+    try:
+        kind = getattr(hf, name)
+    except Exception as error:
+        pytest.skip(f"it cannot be imported here: {error}")
+    model = kind(hf.XLNetConfig(vocab_size=50, d_model=16, n_layer=2, n_head=2, d_inner=32, dropout=0.0))
+    x = torch.randint(0, 50, (4, 7))
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=2), example_args=(x,))
+    assert len(pipe) == 2
+    for training in (True, False):
+        found, expected = pipe.train(training)(x), model(x)
+        assert type(found) is type(expected) and list(found) == list(expected)
+        torch.testing.assert_close(found[0], expected[0])

@@ -1,12 +1,18 @@
 """Small faults of a runtime that other tests would not notice: masks that repeat, parts that are forgotten."""
 
+import gc
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import fxsplit
 from fxsplit import Plan
+from fxsplit.codegen.emit import generate
 from fxsplit.errors import GradientError
+from fxsplit.partition.problem import Problem, Slot, Weights, lower_bound
+from fxsplit.proof.structure import RULES
 
 
 class Masks(nn.Module):
@@ -90,3 +96,129 @@ def test_backward_a_second_time_says_so():
     first = torch.autograd.grad(out, list(pipe.parameters()), torch.ones_like(out), retain_graph=True)
     again = torch.autograd.grad(out, list(pipe.parameters()), torch.ones_like(out))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def alive(shape):
+    """How many memories of this shape there are."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.shape == shape]
+    return len({t.untyped_storage().data_ptr() for t in found})
+
+
+class Wide(nn.Module):
+    """What crosses has a shape that nothing else has."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 37), nn.Linear(37, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "step"])
+def test_values_and_gradients_are_freed_when_they_have_been_used(schedule, grad):
+    count = 8
+    plan = Plan(cut=["b"], micro_batches=count, schedule=schedule)
+    pipe = fxsplit.compile(Wide(), plan, example_args=(torch.randn(2 * count, 4),))
+    left: dict[str, int] = {}
+    last = {"F": "1", "B": "0", "W": "0", "I": "0"}
+
+    def look(event):
+        stage, kind, i = str(event.action)
+        if int(i) == count - 1 and stage == last[kind]:
+            left[kind] = alive((2, 37))
+
+    handle = pipe.register_action_hook(look)
+    x = torch.randn(2 * count, 4)
+    if grad:
+        pipe.step(x, loss_fn=lambda y: y.square().sum(), reduction="sum")
+        assert left.pop("F") >= 1  # they are kept for backward
+        # the last weights of another stage may still be waiting
+        assert left and all(n <= 2 * len(pipe) + 1 for n in left.values()) and min(left.values()) <= 2, left
+    else:
+        with torch.no_grad():
+            pipe(x)
+        assert left["F"] <= 2, left
+    handle.remove()
+    assert alive((2, 37)) == 0
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "again"),
+    [("except_last", [0, 1, 1, 1]), ("always", [1, 1, 1, 1]), ("never", [0, 0, 0, 0])],
+)
+def test_except_last_keeps_the_micro_batch_that_goes_backward_first(checkpoint, again, monkeypatch):
+    plan = Plan(cut=["b"], micro_batches=4, checkpoint=checkpoint)
+    pipe = fxsplit.compile(Wide(), plan, example_args=(torch.randn(8, 4),))
+    x = torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(8, 4).contiguous()
+    linear, calls = nn.functional.linear, []  # of the first layer, by the number that fills its rows
+
+    def counted(x, *args):
+        calls.extend([int(x[0, 0])] if x.shape[-1] == 4 else [])
+        return linear(x, *args)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    loss = pipe(x).sum()
+    assert sorted(calls) == [0, 1, 2, 3]
+    loss.backward()
+    assert [calls.count(i) - 1 for i in range(4)] == again
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("n", torch.zeros(4))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return self.b(self.a(x)) * self.n
+
+
+def test_a_reader_of_a_buffer_after_its_last_write_is_in_the_writers_stage():
+    """The next micro-batch writes again, before or after another stage reads."""
+    model, x = Counts(), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, Plan(), example_args=(x,))
+    rule = next(rule for rule in RULES if rule.name == "effects-together")
+    assert not list(rule.check(model, pipe.traced, pipe.program))
+    (names,) = pipe.assignment.stages
+    at = names.index("b")
+    parts = (names[:at], names[at:])
+    cut = replace(
+        pipe.assignment,
+        stages=parts,
+        devices=pipe.assignment.devices * 2,
+        loads=pipe.assignment.loads * 2,
+        rows=pipe.assignment.rows * 2,
+    )
+    program = generate(model, pipe.traced, cut)
+    found = list(rule.check(model, pipe.traced, program))
+    assert found and all("in another stage" in violation.what for violation in found)
+    with pytest.raises(fxsplit.errors.PartitionError, match="cut"):
+        fxsplit.compile(model, Plan(cut=["b"]), example_args=(x,))
+
+
+def chain(works, *slots):
+    """Units one after the other, a stage on each slot."""
+    moves = (*(((i + 1, slot),) for i, slot in enumerate(slots)), ())
+    before = tuple((u - 1,) if u else () for u in range(len(works[0])))
+    return Problem(works, (), (), (), before, moves, (len(slots),))
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"),
+    [
+        (chain(((1.0,) * 8,), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))), 2.0),
+        (chain(((1.0, 1.0, 5.0, 1.0),), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))), 5.0),
+        (chain(((1.0,) * 8, (3.0,) * 8), *(Slot(d, Weights(1.0), devices=(d,)) for d in range(2))), 6.0),
+        (
+            chain(((4.0,) * 6,), Slot(0, Weights(0.5), devices=(0, 1)), Slot(0, Weights(1.0), devices=(2,))),
+            8.0,
+        ),
+    ],
+    ids=["shared evenly", "the heaviest unit", "unequal devices", "replicas"],
+)
+def test_the_bound_of_the_planner_is_as_high_as_work_alone_says(problem, bound):
+    assert lower_bound(problem) == pytest.approx(bound)

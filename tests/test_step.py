@@ -455,3 +455,36 @@ def test_memory_follows_the_schedule():
         kept[schedule] = [live.kept for live in pipe.memory().values()]
     for s in range(3):
         assert kept["1f1b"][s] == pytest.approx(kept["gpipe"][s] * (3 - s) / 8, rel=1e-3)
+
+
+class OwnLoss(nn.Module):
+    """A mean of its own, weighted by the labels that are not ignored."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, x, labels):
+        logits = self.head(self.emb(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zero_bubble"])
+def test_a_weighted_mean_of_the_models_own_is_refused_before_anything_runs(schedule):
+    x = torch.randint(0, 9, (4, 5))
+    labels = x.clone()
+    labels[0, :3] = -100
+    model = OwnLoss()
+    more = {"workers": 1} if schedule.startswith("inter") else {}
+    plan = fxsplit.Plan(cut=["head"], micro_batches=2, schedule=schedule, **more)
+    pipe = fxsplit.compile(model, plan, example_args=(x, labels))
+    seen = []
+    pipe.register_action_hook(seen.append)
+    call = {"loss_fn": lambda loss: loss, "reduction": "mean"}
+    with pytest.raises(
+        fxsplit.errors.ArgumentError, match=rf"'{schedule}': an output is a mean weighted(?s:.*)gpipe"
+    ):
+        pipe.step(x, labels, **call)
+    assert not seen and model.head.weight.grad is None
+    gpipe = fxsplit.compile(model, plan.replace(schedule="gpipe", workers=None), example_args=(x, labels))
+    torch.testing.assert_close(gpipe.step(x, labels, **call), model(x, labels))

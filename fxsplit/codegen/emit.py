@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..graph import (
     module_paths,
     open_contexts,
     output_values,
+    plain_tensors,
 )
 from ..ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..ops import checkpoint, transfer
@@ -42,9 +43,10 @@ def generate(
     devices = dict(zip((p.index for p in parts), assignment.devices, strict=True))
     rows = dict(zip((p.index for p in parts), assignment.rows, strict=True))
     made_by = {node.name: part.index for part in parts for node in part.nodes}
+    plain = plain_tensors(model, traced)
     stages = []
     for part in parts:
-        writer = _StageWriter(traced, part, rows, made_by, names)
+        writer = _StageWriter(traced, part, rows, made_by, names, plain)
         module = writer.write(regions[part.index] if regions is not None else [])
         facts = [traced.facts[n.name] for n in part.nodes]
         parameters = tuple(dict.fromkeys(p for fact in facts for p in fact.parameters))
@@ -71,7 +73,8 @@ def generate(
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
     outputs = tuple(v.name if isinstance(v, fx.Node) else (v,) for v in output_values(traced.graph))
-    return Program(tuple(stages), _root(traced, stages), inputs, outputs, _aliases(traced, parts, inputs))
+    aliases = _aliases(traced, parts, inputs)
+    return Program(tuple(stages), _root(traced, stages), inputs, outputs, aliases, assignment.homes)
 
 
 def _aliases(traced: Traced, parts: Sequence[Part], inputs: Sequence[str]) -> dict[str, str]:
@@ -109,7 +112,9 @@ class _StageWriter:
         rows: Mapping[int, Sequence[torch.device]],
         made_by: Mapping[str, int],
         names: Mapping[str, str],
+        plain: Set[str],
     ) -> None:
+        self.plain = plain
         self.traced, self.part, self.made_by, self.names = traced, part, made_by, names
         self.rows, self.here = rows, rows[part.index][0]
         self.attributes: dict[str, object] = {}
@@ -125,9 +130,7 @@ class _StageWriter:
             values[node] = _placeholder(graph, node.name)
         for node in self.part.inputs:
             if self._crosses(node):
-                name = f"{node.name}_{str(self.here).replace(':', '_')}"
-                operands = (values[node], self.here)
-                values[node] = graph.create_node("call_function", transfer, operands, name=name)
+                self._transfer(graph, values, node)
         for context in self.open[0]:
             self._enter_again(graph, values, context)
         nodes = self.part.nodes
@@ -173,6 +176,18 @@ class _StageWriter:
             copy.target = self.names[str(node.target)]
             attributes[copy.target] = getattr(self.traced.module, copy.target)
         values[node] = copy
+        if node.op == "get_attr" and str(node.target) in self.plain and self._may_be_elsewhere(node):
+            self._transfer(graph, values, node)
+
+    def _transfer(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], node: fx.Node) -> None:
+        name = f"{node.name}_{str(self.here).replace(':', '_')}"
+        operands = (values[node], self.here)
+        values[node] = graph.create_node("call_function", transfer, operands, name=name)
+
+    def _may_be_elsewhere(self, node: fx.Node) -> bool:
+        """Whether a tensor that nobody moves is on another device, or may be after it was set anew."""
+        spec = self.traced.facts[node.name].value
+        return len({spec.device}.union(*self.rows.values())) > 1
 
     def _follow(self, value: Any) -> Any:
         """`x.device` was the example's device when it was captured: it is the stage's now."""

@@ -7,9 +7,12 @@ import time
 
 import torch
 
-from ..errors import ArgumentError
+from ..arguments import explained
+from ..device_names import device_name
+from ..errors import ArgumentError, PlanError
 
 
+@explained(ArgumentError, 'fxsplit.measure_link("cpu", "cuda:0")')
 def measure_link(
     source: str | torch.device, destination: str | torch.device, *, nbytes: int = 2**26, runs: int = 7
 ) -> float:
@@ -23,8 +26,16 @@ def measure_link(
     Raises:
         ArgumentError: a device is not there, or a number is not positive.
     """
-    if nbytes < 1 or runs < 1:
-        raise ArgumentError(f"measure_link(nbytes={nbytes}, runs={runs})", remedy="1 or more of both")
+    for name, number in (("nbytes", nbytes), ("runs", runs)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ArgumentError(
+                f"measure_link({name}={number!r})",
+                remedy=f"a whole number: {name}={7 if name == 'runs' else 2**26}",
+            )
+    try:
+        source, destination = (device_name("measure_link", device) for device in (source, destination))
+    except PlanError as error:
+        raise ArgumentError(error.what, remedy='fxsplit.measure_link("cpu", "cuda:0")') from None
     try:
         data = torch.zeros(nbytes, dtype=torch.uint8, device=source)
         there = torch.empty(nbytes, dtype=torch.uint8, device=destination)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..compat import tree_leaves, tree_map
+from ..compat import Interpreter, tree_leaves, tree_map
 from ..graph import compute_nodes
 from ..ir import Traced
 from ..state import preserved
@@ -35,7 +35,7 @@ def measured_seconds(
     return {name: statistics.median(seconds) for name, seconds in samples.items()}
 
 
-class _Timer(fx.Interpreter):
+class _Timer(Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.seconds: dict[str, float] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..compat import storage_key, tree_leaves
+from ..compat import Interpreter, storage_key, tree_leaves
 from ..ir import Traced
 from ..state import preserved, state_tensors
 from .attention import FusedAttention
@@ -69,7 +69,7 @@ def measured_saved(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tens
     return Saved(watcher.by_node, watcher.values, watcher.flops)
 
 
-class _Watcher(fx.Interpreter):
+class _Watcher(Interpreter):
     def __init__(self, model: nn.Module, module: fx.GraphModule) -> None:
         super().__init__(
             module, garbage_collect_values=False

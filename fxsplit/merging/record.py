@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat import OpOverload, TorchDispatchMode, storage_key, tree_leaves, tree_map
+from ..compat import Interpreter, OpOverload, TorchDispatchMode, storage_key, tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Record:
     normalises: bool = False
 
 
-class Recorder(fx.Interpreter):
+class Recorder(Interpreter):
     """Runs a graph and writes down its operations, below autograd: what composes others shows as those.
 
     Every tensor of the run is kept until the end of it, so that none takes another's place.
@@ -145,7 +145,7 @@ def values_of(
     """What these nodes compute."""
     found: dict[str, Any] = {}
 
-    class Reader(fx.Interpreter):
+    class Reader(Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
             if n.name in nodes:
@@ -159,7 +159,7 @@ def values_of(
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder = recorder
 
     def __torch_dispatch__(

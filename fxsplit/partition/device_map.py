@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..errors import PartitionError, did_you_mean
-from ..graph import compute_nodes, is_within
+from ..graph import compute_nodes, is_within, output_values
 from ..ir import Traced
 from ..ops import call_with
 from .weights import tensors_of
@@ -53,6 +54,48 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | tuple[str,
     return resolved
 
 
+def output_homes(
+    model: nn.Module, traced: Traced, device_map: Mapping[str, Any] | str
+) -> dict[str, torch.device]:
+    """The outputs of the model that a pair sends to another device: value → that device.
+
+    A value that leaves the model leaves every module that made it, and goes where the outermost pair says.
+    """
+    if isinstance(device_map, str) or not any(isinstance(value, tuple) for value in device_map.values()):
+        return {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first_name = {id(module): name for name, module in model.named_modules()}
+    pairs = {
+        first_name[id(modules[key])] if key in modules else key: (
+            torch.device(value[0]),
+            torch.device(value[1]),
+        )
+        for key, value in device_map.items()
+        if isinstance(value, tuple)
+    }
+    found = {}
+    for value in output_values(traced.graph):
+        if isinstance(value, fx.Node) and value.op != "placeholder":
+            read = [str(n.target) for n in (value, *value.all_input_nodes) if n.op == "get_attr"]
+            keys = [k for k in pairs if k in read or is_within(traced.facts[value.name].module_path, k)]
+            if keys:
+                found[value.name] = pairs[min(keys, key=len)][1]
+    return found
+
+
+def said_homes(model: nn.Module, device_map: object) -> dict[str, torch.device]:
+    """The parameters that keys of a map name themselves, under any of their names, where these agree: → device."""
+    if not isinstance(device_map, Mapping):
+        return {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in model.named_parameters()}
+    said: dict[str, set[str]] = {}
+    for key, value in device_map.items():
+        if key in named:
+            said.setdefault(first[id(named[key])], set()).add(value[0] if isinstance(value, tuple) else value)
+    return {name: torch.device(*devices) for name, devices in said.items() if len(devices) == 1}
+
+
 def _shown(pair: Pair) -> str:
     return str(pair[0]) if pair[0] == pair[1] else f"({pair[0]}, {pair[1]})"
 
@@ -75,8 +118,8 @@ def place_nodes(
     """A device for every node of the graph.
 
     The deepest key that holds the node's module decides; a key that names a parameter or buffer decides for what
-    reads it. A node that no key holds follows the operand that was computed last (on its output device, where a
-    pair was given), without operands its first reader, and without readers the node before it.
+    reads it. A node that no key holds follows the operand that was computed last (on the output device of the
+    outermost pair that holds that one), without operands its first reader, and without readers the node before it.
 
     Raises:
         PartitionError: see `check_device_map`; or a parameter has no device, or tensors that one node reads have
@@ -89,13 +132,19 @@ def place_nodes(
     nodes = compute_nodes(traced.graph)
     order = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
+        if "home" in node.meta:
+            placed[node.name] = leaves[node.name] = node.meta["home"]
+            continue
         key = _key_of(model, traced, node, pairs)
         if key is None and node.op != "get_attr":
             operands = [n for n in node.all_input_nodes if n.name in leaves]
             if operands:
                 placed[node.name] = leaves[node.name] = leaves[max(operands, key=order.__getitem__).name]
         elif key is not None:
-            placed[node.name], leaves[node.name] = pairs[key]
+            held = [k for k in pairs if k == key or is_within(facts[node.name].module_path, k)]
+            sent = [pairs[k][1] for k in sorted(held, key=len) if pairs[k][0] != pairs[k][1]]
+            placed[node.name] = pairs[key][0]
+            leaves[node.name] = sent[0] if sent else pairs[key][0]
     for node in reversed(nodes):
         if node.name not in placed and not (node.op == "call_module" and facts[node.name].parameters):
             readers = [placed[user.name] for user in node.users if user.name in placed]
@@ -120,7 +169,7 @@ def place_nodes(
         before = [placed[n.name] for n in nodes[: order[node]] if n.name in placed]
         placed[node.name] = before[-1] if before else next(iter(placed.values()))
     for node in nodes:
-        if node.op == "get_attr":  # a parameter goes where it is read
+        if node.op == "get_attr" and "home" not in node.meta:  # a parameter goes where it is read
             readers = [placed[user.name] for user in node.users if user.name in placed]
             placed.update((node.name, device) for device in readers[:1])
     return placed

@@ -1,20 +1,24 @@
-"""A parameter that is read on two devices: it has one home, and travels to the other readers like any value."""
+"""A parameter that is read on two devices: it has one home, and travels to the other readers like any value.
+
+Its home is the device of the key of the user's map that names it, and otherwise where it is read first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..graph import resolve, run_under
+from ..graph import compute_nodes, resolve, run_under
 from ..ir import Assignment, NodeFacts, TensorSpec, Traced
 from ..names import local_names
 from ..ops import call_with
 from ..plan import Plan
 from .assign import partition
+from .device_map import output_homes, said_homes
 from .weights import check_fits, free_memory
 from .words import device_map_for
 from .written import written_as_map
@@ -43,11 +47,13 @@ def partition_with_homes(
     ordered, assignment = partition(model, traced, plan, inputs, room)
     apart = on_two_devices(traced, assignment)
     if apart:
-        traced = passed_by_value(model, traced, apart)
+        traced = passed_by_value(model, traced, apart, _early(model, traced, assignment, apart, plan))
         ordered, assignment = partition(model, traced, plan, inputs, room)
     if plan.device_map is not None and plan.max_memory is not None:
         check_fits(model, ordered, assignment, plan.max_memory)
-    return ordered, replace(assignment, device_map=_as_map(model, traced, ordered, assignment, plan))
+    device_map = _as_map(model, traced, ordered, assignment, plan)
+    homes = output_homes(model, ordered, device_map)
+    return ordered, replace(assignment, device_map=device_map, homes=homes)
 
 
 def _as_map(
@@ -70,8 +76,30 @@ def on_two_devices(traced: Traced, assignment: Assignment) -> list[str]:
     return [parameter for parameter, devices in homes.items() if len(devices) > 1]
 
 
-def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str]) -> Traced:
+Early = Mapping[str, tuple[torch.device, str | None]]
+
+
+def _early(
+    model: nn.Module, traced: Traced, assignment: Assignment, parameters: Sequence[str], plan: Plan
+) -> Early:
+    """The parameters whose home the user's map names, and that another device reads first: that home, and after which
+    node on it they are read; None for at the very beginning."""
+    stages, found = assignment.stage_of(), dict[str, tuple[torch.device, str | None]]()
+    nodes = [(n.name, assignment.devices[stages[n.name]]) for n in compute_nodes(traced.graph)]
+    for parameter, home in said_homes(model, plan.device_map).items():
+        readers = [i for i, (name, _) in enumerate(nodes) if parameter in traced.facts[name].parameters]
+        if parameter in parameters and nodes[readers[0]][1] != home:
+            before = [name for name, device in nodes[: readers[0]] if device == home]
+            found[parameter] = (home, before[-1] if before else None)
+    return found
+
+
+def passed_by_value(
+    model: nn.Module, traced: Traced, parameters: Sequence[str], early: Early | None = None
+) -> Traced:
     """The same program in which each of `parameters` is read once, where it is needed first, and then handed on.
+
+    Those in `early` are read before that, where their home is.
 
     A module that holds such a parameter is called with it: ``call_with(self.head, {"weight": wte_weight}, x)``. There
     is one Parameter with one gradient; nothing is copied but what crosses.
@@ -86,6 +114,8 @@ def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str])
         if parameter not in shared:
             node = graph.get_attr(parameter)
             node.meta.update(reader.meta, shared=True)
+            if early and parameter in early:
+                node.meta["home"] = early[parameter][0]
             tensor = resolve(model, parameter)
             spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
             fact = traced.facts[reader.name]
@@ -93,7 +123,14 @@ def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str])
             shared[parameter] = node
         return shared[parameter]
 
+    def readers(parameter: str) -> Iterator[fx.Node]:
+        return (n for n in traced.graph.nodes if parameter in traced.facts[n.name].parameters)
+
+    begins = next(iter(compute_nodes(traced.graph)), None)
     for node in traced.graph.nodes:
+        if node is begins:
+            for parameter in [p for p, (_, after) in (early or {}).items() if after is None]:
+                home(parameter, next(readers(parameter)))
         read = (
             [p for p in traced.facts[node.name].parameters if p in parameters] if node.op != "output" else []
         )
@@ -103,6 +140,8 @@ def passed_by_value(model: nn.Module, traced: Traced, parameters: Sequence[str])
             values[node] = home(read[0], node)
         else:
             values[node] = _called_with(model, graph, node, values, {p: home(p, node) for p in read}, facts)
+        for parameter in [p for p, (_, after) in (early or {}).items() if after == node.name]:
+            home(parameter, next(readers(parameter)))
     objects = {
         t: getattr(traced.module, traced.names[t]) if t in traced.names else resolve(model, t) for t in names
     }

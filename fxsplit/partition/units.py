@@ -73,6 +73,8 @@ def bonds(traced: Traced) -> list[Bond]:
 
 def _reader(node: fx.Node, position: dict[fx.Node, int]) -> int:
     """Where a ``get_attr`` has to be: with its readers, or with the first one if its value travels to the others."""
+    if "home" in node.meta:  # on a device of its own
+        return position[node]
     readers = [position.get(user, position[node]) for user in node.users]
     return min(readers) if node.meta.get("shared") else max(readers)
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..compare import agree
-from ..compat import tree_leaves
+from ..compat import Interpreter, tree_leaves
 from ..graph import resolve
 from ..ir import Traced
 from ..state import preserved
@@ -46,7 +46,7 @@ def first_other_module(model: nn.Module, traced: Traced, inputs: Sequence[torch.
     return comparison.first
 
 
-class _Comparison(fx.Interpreter):
+class _Comparison(Interpreter):
     def __init__(self, traced: Traced, paths: dict[str, str], expected: dict[str, list[list[Any]]]) -> None:
         super().__init__(traced.module)
         self.traced, self.paths = traced, paths

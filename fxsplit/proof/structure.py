@@ -21,6 +21,7 @@ from ..graph import (
     first_difference,
     leaves,
     open_contexts,
+    plain_tensors,
     region_modules,
     stage_graph,
     structure,
@@ -315,6 +316,14 @@ def _transfers(model: nn.Module, traced: Traced, program: Program) -> Found:
             for user in moved:
                 if user.args[1] != stage.device:
                     yield Violation(f"{where} moves {node.name!r} to {user.args[1]}", user)
+    plain = plain_tensors(model, traced)
+    for where, owner, module in _graphs(program):
+        for node in module.graph.nodes if owner is not None else ():
+            assert owner is not None
+            if node.op == "get_attr" and owner.paths.get(str(node.target)) in plain:
+                apart = {traced.facts[node.name].value.device, *owner.row} != {owner.device}
+                if apart and any(user.target is not transfer for user in node.users):
+                    yield Violation(f"{where} reads {node.name!r}, a tensor that nobody moves", node)
 
 
 def _devices_follow(model: nn.Module, traced: Traced, program: Program) -> Found:

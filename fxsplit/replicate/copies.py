@@ -141,8 +141,17 @@ class Tree:
                     table[key] = now[id(tensor)].tensor
                 else:
                     table[key] = None
+            for module, _ in self._pairs:
+                for value in vars(module).values():
+                    if self._is_elsewhere(value) and id(value) not in now:
+                        now[id(value)] = self._followed(value, anyway=False)
         self._copies = now
         self._follow_attributes()
+
+    def _is_elsewhere(self, value: Any) -> bool:
+        """Whether an attribute is a tensor of a module's own on another device; numbers may be anywhere."""
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        return plain and bool(value.dim()) and value.device != self.device
 
     def _followed(self, tensor: torch.Tensor, *, anyway: bool) -> _Copy:
         known = self._copies.get(id(tensor))

@@ -240,6 +240,12 @@ def _check_rows(merges: Sequence[Merge], reduction: Reduction, caller: Caller) -
     said = reduction.over == "said"
     for merge in merges:
         rows = merge.how == "rows" and (merge.dim == 0 or said)
+        if merge.weight is not None or merge.how == "total":
+            raise ArgumentError(
+                f"an output is a mean {merge.note or 'of several terms'}, and what the whole batch weighs is not known before "
+                "the first micro-batch goes backward",
+                remedy=caller.whole,
+            )
         if not rows and not (merge == Merge("mean") and said and reduction.how == "mean"):
             raise ArgumentError(
                 "an output is no tensor with a row for each of the batch in dimension 0, so the loss of the batch is not "

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..assumptions import ASKED
-from ..compat import tree_leaves
+from ..compat import Interpreter, tree_leaves
 from ..errors import AnomalyError, AssumptionError
 from ..ops import checkpoint
 from ..rng import Stream
@@ -50,7 +50,7 @@ def is_bad(value: Any, kind: str) -> bool:
     return False
 
 
-class _Watched(fx.Interpreter):
+class _Watched(Interpreter):
     def __init__(self, module: fx.GraphModule, kind: str | None, asked: bool) -> None:
         super().__init__(module)
         self.kind, self.asked, self.entered = kind, asked, list[Any]()

@@ -18,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions import Schedule
 from ..arguments import explained
+from ..assumptions import attribute_tensors
 from ..batch import BatchDims
 from ..compat import has_tangent, in_forward_mode, tree_leaves, tree_unflatten
 from ..cost.saved import Live, measured_saved
 from ..effects import has_hooks
-from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError
+from ..errors import ArgumentError, GradientError, MoveError, PlanError, SerializeError, StageIndexError
 from ..graph import bind, output_names
 from ..ir import Assignment, Program, Stage, Traced
 from ..microbatch import Merge, shown
@@ -59,6 +60,7 @@ from .watch import Watch
 
 _LOSS = dict.fromkeys(("loss", "criterion", "loss_function"), "pipe.step(x, target=y, loss_fn=...)")
 _PROVEN = 1024  # micro-batches, at most
+_MOST = 2**20  # micro-batches of a schedule that is shown
 
 
 class Pipeline(nn.Module):
@@ -88,6 +90,8 @@ class Pipeline(nn.Module):
     _crew: Crew
     _watch: Watch
     _read_on: list[set[torch.device]]
+    _homes: list[torch.device | None]
+    _written: Mapping[int, str | None]
     _action_hooks: OrderedDict[int, ActionHook]
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
@@ -128,6 +132,10 @@ class Pipeline(nn.Module):
             {torch.device(d) for s in program.stages if name in s.inputs for d in assignment.rows[s.index]}
             for name in program.inputs
         ]
+        own["_written"] = _written_arguments(traced)
+        own["_homes"] = [
+            program.homes.get(v) if isinstance(v, str) else None for v in program.outputs[: shown(merges)]
+        ]
         own["_action_hooks"] = OrderedDict() if other_mode is None else other_mode._action_hooks
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -157,7 +165,7 @@ class Pipeline(nn.Module):
         gather = self.plan.gather or wants_merged(self._lock)
         flat, devices = self._run(inputs, chunks, rows, gather)
         if gather:
-            return tree_unflatten(flat[0], self.traced.out_spec)
+            return tree_unflatten(list(map(_sent, flat[0], self._homes)), self.traced.out_spec)
         known = None if self.dims.batch_size(inputs) is None else rows
         return Scattered(flat, self.traced.out_spec, known, devices, self.merges)
 
@@ -168,7 +176,13 @@ class Pipeline(nn.Module):
         check_not_inside(self._lock, self.plan.schedule_name)
         inputs = self._placed(self.traced.signature.flatten(args, kwargs))
         self._watch.asked.check(inputs)
+        self._refuse_writes(inputs)
         chunks, rows = self.micro_batches(inputs)
+        for i in self._written if len(rows) > 1 else ():
+            if not inputs[i].is_inference():
+                torch.autograd.graph.increment_version(inputs[i])
+            for chunk in chunks:  # what one micro-batch writes is no change of what another has saved
+                chunk[i] = chunk[i].data
         self._refuse_tangents(inputs)
         if self.model.training not in self.traced.modes:
             now, then = ("train", "eval") if self.model.training else ("eval", "train")
@@ -204,6 +218,21 @@ class Pipeline(nn.Module):
                         remedy="pipe.recompile(), which compiles it where it is now",
                     )
 
+    def _refuse_writes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse an argument that forward writes to in place where autograd records it.
+
+        Eagerly the caller's tensor would get another history. Here its history is the caller's, and stages have leaves.
+        """
+        for i, where in self._written.items():
+            if inputs[i].requires_grad and torch.is_grad_enabled():
+                name = self.traced.signature.arguments[i].name
+                raise ArgumentError(
+                    f"forward writes in place to argument {name!r}, which requires gradients",
+                    where=where,
+                    remedy=f"{name} = {name}.clone() at the beginning of forward, then compile again; or pass {name}.detach(), "
+                    "if nobody needs the gradient",
+                )
+
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:
         every = (t for ts in (inputs, self.model.parameters(), self.model.buffers()) for t in ts)
         if in_forward_mode() and any(map(has_tangent, every)):
@@ -214,6 +243,7 @@ class Pipeline(nn.Module):
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
+        self._check_flat(inputs)
         replicas = plain_replicas(self.program)
         flat, _ = self._run(inputs, [list(inputs)], [1], gather=True, replicas=replicas)
         return flat[0]
@@ -349,7 +379,11 @@ class Pipeline(nn.Module):
                     ]
                     if isinstance(loss_fn, Criterion):
                         reduction, loss_fn = reduction or loss_fn.reduction, loss_fn.loss_fn
-                    loss_of = in_parts(loss_fn, target, rows, reduction, merges)
+                    try:
+                        loss_of = in_parts(loss_fn, target, rows, reduction, merges)
+                    except ArgumentError as error:
+                        what = f"schedule={self.plan.schedule_name!r}: {error.what}"
+                        raise ArgumentError(what, where=error.where, remedy=error.remedy) from error.__cause__
                     return self.active._step_inside(inputs, chunks, rows, loss_of, target)
             with self._lock:
                 self.active._watch.use_current_modules()
@@ -434,16 +468,40 @@ class Pipeline(nn.Module):
         return handle
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
-        """The flat inputs of each micro-batch, and its rows."""
+        """The flat inputs of each micro-batch, and its rows.
+
+        Raises:
+            ArgumentError: these are no flat inputs.
+        """
+        self._check_flat(inputs)
         rows = self._crew.rows(self.dims.batch_size(inputs))
         return self.dims.split(inputs, rows), rows
 
+    def _check_flat(self, inputs: Sequence[torch.Tensor]) -> None:
+        names = self.program.inputs
+        flat = isinstance(inputs, list | tuple) and all(isinstance(x, torch.Tensor) for x in inputs)
+        if not flat or len(inputs) != len(names):
+            raise ArgumentError(
+                f"the flat inputs are {len(names)} tensor{'s' * (len(names) != 1)}: {', '.join(names)}",
+                remedy="pipe.traced.signature.flatten(args, kwargs) makes them of the arguments of a call",
+            )
+
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """The schedule of a batch that is split into this many micro-batches."""
+        """The schedule of a batch that is split into this many micro-batches.
+
+        Raises:
+            ArgumentError: it is no number of micro-batches.
+        """
+        _check_count("schedule_for", micro_batches, self.plan)
         return self._crew.schedule_for(micro_batches, self._crew.meets(micro_batches))
 
     def tape_for(self, micro_batches: int) -> Tape:
-        """What a call with this many micro-batches plays; proven."""
+        """What a call with this many micro-batches plays; proven.
+
+        Raises:
+            ArgumentError: it is no number of micro-batches.
+        """
+        _check_count("tape_for", micro_batches, self.plan)
         return self._crew.tape_for(micro_batches, self._crew.meets(micro_batches))
 
     def prove_schedule(self) -> None:
@@ -506,7 +564,18 @@ class Pipeline(nn.Module):
         return len(self.stages)
 
     def __getitem__(self, index: int) -> Stage:
-        return self.stages[index]
+        """One stage.
+
+        Raises:
+            StageIndexError: there is none.
+        """
+        try:
+            return self.stages[index]
+        except (IndexError, TypeError):
+            raise StageIndexError(
+                f"pipe[{index!r}]: the pipeline has {len(self)} stage{'s' * (len(self) != 1)}",
+                remedy=f"pipe[0] … pipe[{len(self) - 1}]; a module of the model is pipe.get_submodule({str(index)!r})",
+            ) from None
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -626,6 +695,7 @@ class Pipeline(nn.Module):
         """This pipeline if its model is on the example's device, else one over a copy of the model that is."""
         homes = dict.fromkeys(x.device for x in self.example)
         owned = [*self.model.parameters(), *self.model.buffers()]
+        owned += [t for _, t in attribute_tensors(self.model) if t.dim()]
         if not homes or all(t.device in homes for t in owned):
             return self
         home, memo = next(iter(homes)), {}
@@ -689,6 +759,7 @@ class Pipeline(nn.Module):
         for name in ("plan", "traced", "assignment", "program", "dims", "merges", "example", "other_mode"):
             self.__dict__[name] = made.__dict__[name]
         self.__dict__.update(_crew=made._crew, _watch=made._watch, _kind=made._kind)
+        self.__dict__.update(_read_on=made._read_on, _homes=made._homes, _written=made._written)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -792,6 +863,23 @@ def _floating_type(model: nn.Module) -> torch.dtype | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def _written_arguments(traced: Traced) -> dict[int, str | None]:
+    """Which arguments the program may write to in place, by position, and in which line."""
+    inputs = [n.name for n in traced.graph.nodes if n.op == "placeholder"]
+    own = {s: i for i, name in enumerate(inputs) for s in traced.facts[name].storages}
+    found: dict[int, str | None] = {}
+    for name in (n.name for n in traced.graph.nodes if n.name not in inputs):
+        fact = traced.facts[name]
+        for i in sorted(own[s] for s in fact.writes & own.keys()):
+            found.setdefault(i, fact.source.with_text() if fact.source else None)
+    return found
+
+
+def _sent(value: Any, home: torch.device | None) -> Any:
+    """An output where the device map sends it; moved in the caller's autograd graph."""
+    return value.to(home) if home is not None and isinstance(value, torch.Tensor) else value
+
+
 def _device_of(example: Any) -> torch.device:
     return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
@@ -813,3 +901,12 @@ def verify(pipe: Pipeline) -> str:
             remedy="fxsplit.verify(fxsplit.compile(model, plan, example_args=(x,)))",
         )
     return pipe.verify()
+
+
+def _check_count(asked: str, micro_batches: object, plan: Plan) -> None:
+    whole = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not whole or not 1 <= micro_batches <= _MOST:  # type: ignore[operator]
+        raise ArgumentError(
+            f"{asked}({micro_batches!r}): not a number of micro-batches, from 1 to {_MOST}",
+            remedy=f"pipe.{asked}({min(plan.micro_batches, _MOST)})",
+        )

@@ -223,7 +223,8 @@ class Watch:
     """Notices what is not what it was, and lets stages see what has been replaced by its like."""
 
     def __init__(self, model: nn.Module, traced: Traced, program: Program) -> None:
-        self._model, self._program = model, program
+        self._model, self._program, self._traced = model, program, traced
+        self._paths = {name: fqn for fqn, name in traced.names.items() if fqn not in traced.constants}
         # Inlined modules of a model that was made from a state_dict have neither classes nor attributes.
         self._assumed = Assumptions() if isinstance(model, Skeleton) else traced.assumptions
         self._fingerprint: Fingerprint | None = None
@@ -249,6 +250,7 @@ class Watch:
             )
         for stage in self._program.stages:
             use_current(stage.module, stage.paths, self._model)
+        use_current(self._traced.module, self._paths, self._model)
         read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
         self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
         self._halved = None

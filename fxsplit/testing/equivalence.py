@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
-from ..errors import VerifyError
+from ..errors import ArgumentError, VerifyError
 from ..graph import first_difference, structure
 from ..microbatch import merged, shown, split_gradients
 from ..replicate.scattered import Scattered
@@ -52,6 +52,11 @@ def differences(
     model: nn.Module, pipe: Pipeline, *args: Any, atol: float = 0.0, rtol: float = 0.0, **kwargs: Any
 ) -> dict[str, str]:
     """What `assert_equivalent` compares, as names of the values that differ → how."""
+    if not isinstance(model, nn.Module) or not isinstance(pipe, Pipeline):
+        raise ArgumentError(
+            f"a model and its pipeline are compared, and not {type(model).__name__} and {type(pipe).__name__}",
+            remedy="fxsplit.testing.assert_equivalent(model, fxsplit.compile(model, ...), x)",
+        )
     eager, split = copy.deepcopy(model), copy.deepcopy(pipe)
     inputs = split.traced.signature.flatten(args, kwargs)
     with torch.random.fork_rng(devices=[]):

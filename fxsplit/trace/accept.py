@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..batch import BatchDims
+from ..compat import Interpreter
 from ..errors import ModelError, TraceError, VerifyError
 from ..ir import Traced
 from ..proof.numerics import ModelFailsError, verify_numerics
@@ -112,7 +113,7 @@ def _stops_at(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) 
     return None
 
 
-class _LastNode(fx.Interpreter):
+class _LastNode(Interpreter):
     """Remembers the node that was run last."""
 
     last: fx.Node | None = None

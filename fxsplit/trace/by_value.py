@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import fx, nn
 from ..compat import TreeSpec, transforms_left, tree_flatten
 from ..errors import TraceError
 from ..ir import Source
-from ..state import attributes_of, changed_attributes, restore_attributes
+from ..state import attributes_of, changed_attributes, preserved, restore_attributes
 from .capture import Capture, Request, refuse_bad_example
+from .reads import reads_of_a_run
 from .refusal import CannotInlineError, WritesAttributeError
 from .source import error_line
 from .tracer import ValueTracer
@@ -113,7 +115,11 @@ class GivenTracer:
                 path = first_name.get(id(own.get_submodule(str(node.target))))
                 if path is not None and next(model.get_submodule(path).children(), None) is not None:
                     request.kept.setdefault(path, f"{self.name} keeps it whole")
-        return _run(request, own.forward, ValueTracer(model, request.kept))
+        capture = _run(request, own.forward, ValueTracer(model, request.kept))
+        with preserved(model, parameters=True):
+            taken = reads_of_a_run(request)
+        whole = [str(n.target) for n in capture.graph.nodes if n.op == "call_module"]
+        return replace(capture, taken=capture.taken | taken.outside(whole))
 
 
 def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..compat import TreeSpec
 from ..errors import ArgumentError
+from ..graph import is_within
 from ..seen import Seen
 from ..signature import Signature
 from ..state import preserved
@@ -77,6 +78,15 @@ class Taken:
     objects: Mapping[str, None] = field(default_factory=dict)
     asked: tuple[tuple[str, str, Seen], ...] = ()
 
+    def outside(self, whole: Sequence[str]) -> Taken:
+        """Without what modules that stay whole have read, which they read anew in every call."""
+
+        def is_outside(path: str) -> bool:
+            return not any(is_within(path, w) for w in whole)
+
+        reads = {path: names for path, names in self.reads.items() if is_outside(path)}
+        return replace(self, reads=reads, objects={o: None for o in self.objects if is_outside(o)})
+
     def __or__(self, other: Taken) -> Taken:
         paths = dict.fromkeys((*self.reads, *other.reads))
         reads = {path: {**self.reads.get(path, {}), **other.reads.get(path, {})} for path in paths}
@@ -101,6 +111,12 @@ def refuse_bad_example(request: Request) -> None:
         except Exception as error:
             line = error_line(error)
             text = (str(error).splitlines() or [""])[0]
+            if "leaf Variable that requires grad" in text:
+                raise ArgumentError(
+                    f"{type(request.model).__name__} writes in place to an argument, and that of the example requires gradients",
+                    where=str(line) if line else None,
+                    remedy="x = x.clone() at the beginning of forward; or an example that does not require gradients",
+                ) from error
             raise ArgumentError(
                 f"{type(request.model).__name__} itself fails on the example: {type(error).__name__}: {text}",
                 where=str(line) if line else None,

@@ -11,6 +11,7 @@ import contextlib
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from ..graph import resolve
 from ..ir import Source
 from ..ops import guard
 from ..state import attributes_of, changed_attributes, preserved, python_random_state, same_python_random
-from .capture import Capture, Request
+from .capture import Capture, Request, Taken
+from .reads import reads_of_a_run
 from .source import is_the_users
 
 
@@ -47,7 +49,7 @@ def exported_strictly(request: Request) -> Capture:
 
 
 def _export(request: Request, *, strict: bool) -> Capture:
-    _refuse_side_effects(request)
+    taken = _refuse_side_effects(request)
     args, kwargs = request.arguments()
     bound = request.signature.signature.bind(*args, **kwargs)
     shapes = {name: tree_map(_dynamic, value) for name, value in bound.arguments.items()}
@@ -62,7 +64,7 @@ def _export(request: Request, *, strict: bool) -> Capture:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
             module = program.module(check_guards=True)
-        return _Adopter(request, module, program.range_constraints).capture()
+        return replace(_Adopter(request, module, program.range_constraints).capture(), taken=taken)
     except TraceError:
         raise
     except Exception as error:
@@ -73,20 +75,20 @@ def _export(request: Request, *, strict: bool) -> Capture:
         ) from error
 
 
-def _refuse_side_effects(request: Request) -> None:
-    """What forward leaves behind in Python is not in an exported graph; buffers are."""
+def _refuse_side_effects(request: Request) -> Taken:
+    """What forward leaves behind in Python is not in an exported graph; buffers are. Returns what it reads."""
     model = request.model
-    args, kwargs = request.arguments()
     with preserved(model, parameters=True):
         before = [(path, module, attributes_of(module)) for path, module in model.named_modules()]
         drawn = python_random_state()
-        model.forward(*args, **kwargs)
+        taken = reads_of_a_run(request)
         for path, module, attributes in before:
             for name in changed_attributes(module, attributes):
                 if name not in module._buffers:
                     raise TraceError(f"torch.export would lose that {path or 'the model'} writes self.{name}")
         if not same_python_random(drawn, python_random_state()):
             raise TraceError("torch.export would bake in a random number of Python or NumPy")
+    return taken
 
 
 def _decision(message: str) -> str:

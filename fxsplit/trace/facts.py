@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from .. import effects
 from ..compare import equal
-from ..compat import storage_key, tree_leaves, tree_map
+from ..compat import Interpreter, storage_key, tree_leaves, tree_map
 from ..graph import resolve
 from ..ir import NodeFacts, TensorSpec
 from ..reach import Reach, objects_in, reach
@@ -163,7 +163,7 @@ class _Before:
         return not same_python_random(self._python, python_random_state())
 
 
-class _FactFinder(fx.Interpreter):
+class _FactFinder(Interpreter):
     """What every node may do, and, by version counters, values and generators around it, what it has done."""
 
     def __init__(self, model: nn.Module, module: fx.GraphModule, first_number: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..batch import BatchDims
+from ..compat import Interpreter
 from ..errors import GuardError
 from ..ir import Traced
 from ..ops import guard
@@ -57,7 +58,7 @@ def but_for_one_row(capture: Capture, refused: Sequence[int], dims: BatchDims) -
     return replace(capture, graph=graph)
 
 
-class _Guards(fx.Interpreter):
+class _Guards(Interpreter):
     """Runs a graph past its guards, and remembers those that do not hold."""
 
     def __init__(self, module: fx.GraphModule) -> None:

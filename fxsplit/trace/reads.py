@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import sys
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from ..assumptions import HOOKS
+from ..compat import transforms_left
 from ..seen import HEAP_CLASS, is_opaque
+from .capture import Request, Taken
 from .source import is_ours
 
 _OWN = frozenset(vars(nn.Module())) - {"_modules", "_parameters", "_buffers"}
@@ -122,6 +125,19 @@ class Reads:
             return False
         self._patched.append((cls, before))
         return True
+
+
+def reads_of_a_run(request: Request) -> Taken:
+    """What the model's own forward reads in one run: for a front end that does not tell."""
+    reads = Reads(request.model)
+    args, kwargs = request.arguments()
+    with transforms_left(), torch.set_grad_enabled(request.grad), contextlib.ExitStack() as stack:
+        stack.callback(reads.close)
+        for owner, name, value in reads.patches():
+            setattr(owner, name, value)
+            stack.callback(delattr, owner, name)
+        request.model.forward(*args, **kwargs)
+    return Taken(reads.names, reads.objects)
 
 
 def _is_machinery(frame: types.FrameType, name: str) -> bool:

@@ -27,11 +27,11 @@ def loss(call: Call, instruction: Instruction) -> None:
 
 
 def _at_home(call: Call, name: str, value: Any) -> Any:
-    """A leaf where the first replica of its stage is: the loss is computed there."""
-    maker = call.wiring.made_by[name]
-    if maker < 0 or not call.wiring.roles[maker].stage.is_apart:
+    """A leaf where the device map sends it, or the first replica of its stage is: the loss is computed there."""
+    maker, homes = call.wiring.made_by[name], call.wiring.program.homes
+    if maker < 0 or not (name in homes or call.wiring.roles[maker].stage.is_apart):
         return value
-    home = call.wiring.roles[maker].stage.device
+    home = homes.get(name, call.wiring.roles[maker].stage.device)
 
     def moved(leaf: Any) -> Any:
         return handed_over(call.lanes.move(leaf, home)) if isinstance(leaf, torch.Tensor) else leaf
