@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
+import operator
 import random
 import sys
 import time
@@ -44,6 +46,12 @@ def restore_python_random(state: tuple[Any, ...]) -> None:
         sys.modules["numpy"].random.set_state(numpy)
 
 
+def python_random_digest() -> int:
+    """A number that tells whether anything was drawn."""
+    own, numpy = python_random_state()
+    return hash((own, numpy and (numpy[1].tobytes(), *numpy[2:])))
+
+
 def same_python_random(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether nothing was drawn between two states."""
     if a[0] != b[0] or a[1] is None or b[1] is None:
@@ -68,16 +76,12 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     Args:
         parameters: also the values of the parameters; costs a copy of those that the body writes.
     """
-    others = unregistered(model)
-    modules = [*model.modules(), *others]
-    attributes = [attributes_of(module) for module in modules]
-    modes = [(module, module.training) for module in modules]
+    outer = _LOOK.get()
+    before = outer if outer is not None and outer.model is model and outer.holds() else _Look(model)
+    modes = [(module, module.training) for module in before.modules]
     owned = list(model.parameters()) if parameters else []
     watched = [p for p in owned if _is_plain(p)]
-    written = [*state_tensors(model).values(), *(p for p in owned if not _is_plain(p))]
-    written += [b for module in others for b in module._buffers.values() if b is not None]
-    written += _inside_of_objects(modules)
-    around = [Snapshot(o) for o in around_of(model)]
+    written = [*before.written, *(p for p in owned if not _is_plain(p))]
     values = [(t, t.detach().clone()) for t in written if t.layout is torch.strided and not _overlaps(t)]
     grads = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     devices = sorted(
@@ -86,19 +90,18 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     drawn = python_random_state()
     writes = _KeptWhenWritten(watched)
     with torch.random.fork_rng(devices=devices):
+        token = _LOOK.set(before)
         try:
             with writes if watched else contextlib.nullcontext():
                 yield
         finally:
+            _LOOK.reset(token)
             writes.restore()
             restore_python_random(drawn)
-            for module, before in zip(modules, attributes, strict=True):
-                restore_attributes(module, before)
+            before.restore()
             for module, mode in modes:
-                if module.training != mode:  # of a ScriptModule, where it is no attribute of Python's
+                if module.training != mode:
                     module.training = mode
-            for snapshot in around:
-                snapshot.restore()
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.data.copy_(value)  # .data: autograd graphs of the user may have saved the tensor
@@ -106,6 +109,69 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
                     parameter.grad = grad
                     if grad is not None and kept is not None:
                         grad.data.copy_(kept)
+
+
+class _Look:
+    """What the modules of a model held at some time, beside the values of tensors and their modes.
+
+    `compile` runs a model some twenty times, one run inside of another's `preserved`. What was written down once is
+    compared in a moment, without a call of Python's for each attribute, and written down again only if it is no more so.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        others = unregistered(model)
+        self.modules = [*model.modules(), *others]
+        self.attributes = [attributes_of(module) for module in self.modules]
+        self._around = [Snapshot(o) for o in around_of(model)]
+        self.written = [*state_tensors(model).values()]
+        self.written += [b for module in others for b in module._buffers.values() if b is not None]
+        self.written += _inside_of_objects(self.modules)
+        self._tables = [module.__dict__ for module in self.modules]
+        self._keys = [key for table in self._tables for key in table]
+        self._values = [value for table in self._tables for value in table.values()]
+        owners = [table for table in self._tables for _ in table]
+        self._modes = [i for i, key in enumerate(self._keys) if key == "training"]
+        self._owners = [owners[i] for i in self._modes]
+        self._inside = [v for v in self._values if isinstance(v, dict | list | set) and v]
+        self._empty = [v for v in self._values if isinstance(v, dict | list | set) and not v]
+        self._items = [_items(v) for v in self._inside]
+        held = (v for attributes in self.attributes for v in attributes.values())
+        self._snapshots = [*self._around, *(v for v in held if isinstance(v, Snapshot))]
+
+    def holds(self) -> bool:
+        """Whether all of it is still so."""
+        tables, values = self._tables, self._values
+        for i, owner in zip(self._modes, self._owners, strict=True):
+            values[i] = owner.get("training")
+        return (
+            list(map(len, tables)) == list(map(len, self.attributes))
+            and list(itertools.chain.from_iterable(tables)) == self._keys
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, tables)), values))
+            and not any(self._empty)
+            and all(map(_same_items, map(_items, self._inside), self._items))
+            and not any(snapshot.changed() for snapshot in self._snapshots)
+        )
+
+    def restore(self) -> None:
+        """Make it so again; modes too, where they are attributes of Python's."""
+        if self.holds():
+            return
+        for module, before in zip(self.modules, self.attributes, strict=True):
+            restore_attributes(module, before)
+        for snapshot in self._around:
+            snapshot.restore()
+
+
+_LOOK: contextvars.ContextVar[_Look | None] = contextvars.ContextVar("_LOOK", default=None)  # of `preserved`
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+
+
+def _same_items(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from ..compare import agree_each, difference, gradient_for, largest_of
 from ..compat import tree_leaves
 from ..errors import VerifyError
 from ..ir import Traced
-from ..state import others_draw, preserved, python_random_state, state_tensors
+from ..state import others_draw, preserved, python_random_digest, state_tensors
 from .locate import first_other_module
 
 Outcome = dict[str, Any]
@@ -109,7 +109,7 @@ def _outcome(model: nn.Module, inputs: Sequence[torch.Tensor], run: Run, paramet
         outcome.update(zip(wanted, found, strict=True))
         outcome.update({f"buffer {name}": t.detach().clone() for name, t in state_tensors(model).items()})
         outcome[_GENERATOR] = torch.get_rng_state()
-        outcome["state of Python's random numbers"] = repr(python_random_state())
+        outcome["state of Python's random numbers"] = python_random_digest()
     return outcome
 
 
