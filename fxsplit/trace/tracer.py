@@ -738,6 +738,8 @@ def _tensor_attributes(model: nn.Module) -> dict[int, str]:
 def _attribute_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors in plain attributes of a module, and in lists and dicts there."""
     for value in module.__dict__.values():
+        if value is None or isinstance(value, int | float | str) or (type(value) is dict and not value):
+            continue
         for leaf in nested_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 yield leaf

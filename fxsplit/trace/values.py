@@ -236,8 +236,15 @@ def nested_leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+_FLAT = frozenset(
+    (torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device)
+)
+
+
 def nested_plain(value: Any) -> Any:
     """`value` with plain numbers for traced ones, inside nested tuples, lists, dicts and slices."""
+    if type(value) is tuple and _FLAT.issuperset(map(type, value)):  # the arguments of most operations
+        return value
     if isinstance(value, TracedNumber):
         return value.value
     if isinstance(value, torch.Size):
