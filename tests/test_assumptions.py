@@ -602,7 +602,7 @@ class Flagged(nn.Module):
         if self.early:
             return y
         y = self.head(y) * self.config.scale
-        return y[:, : int(i.max())] if self.by_value else y
+        return y * int(i.max()) if self.by_value else y
 
 
 class Body(nn.Module):

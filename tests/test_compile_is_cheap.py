@@ -126,7 +126,7 @@ class Exported(nn.Module):
         self.a = nn.Linear(4, 4)
 
     def forward(self, x, i):
-        return self.a(x)[:, : int(i.max())] if "export" in sys.argv else self.a(x).relu()
+        return self.a(x) * int(i.max())
 
 
 model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4))
