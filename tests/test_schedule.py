@@ -6,6 +6,7 @@ import pytest
 
 import fxsplit
 from fxsplit.actions import Action, Schedule
+from fxsplit.checkpoint import Checkpoint
 from fxsplit.errors import ScheduleError
 from fxsplit.schedules.catalog import (
     breadth_first,
@@ -31,7 +32,7 @@ def program():
 
 @pytest.fixture
 def flow(program):
-    return flow_of(program, "never")
+    return flow_of(program, Checkpoint.of("never"))
 
 
 def proven(schedule, stages, micro_batches, flow):

@@ -13,6 +13,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.actions import Action
+from fxsplit.checkpoint import Checkpoint
 from fxsplit.runtime import crew
 from fxsplit.schedules.catalog import (
     breadth_first,
@@ -145,7 +146,7 @@ def drawn(rng):
 
 
 def check(program, schedule, meets, checkpoint, loss):
-    tape = lower(schedule, flow_of(program, checkpoint), meets, loss=loss)
+    tape = lower(schedule, flow_of(program, Checkpoint.of(checkpoint)), meets, loss=loss)
     played = {a for row in schedule.workers for a in row}
     loss = loss and any(a.kind in "BI" for a in played)
     if loss:

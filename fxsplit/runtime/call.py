@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import Checkpoint
 from ..compat import tree_leaves
 from ..recompute import Around
 from ..replicate.reduce import OrderedSum
@@ -83,7 +84,7 @@ class Circumstances:
     """
 
     grad: bool
-    checkpoint: Any
+    checkpoint: Checkpoint
     inside: Around = contextlib.nullcontext
     intra_op: int | None = None
     serial: bool = False
@@ -138,7 +139,7 @@ class Call:
         self.lanes = lanes_of([s.row for s in stages], tape.meets)
         self.written = Travelling(replicas, self.lanes)
         self.turns: dict[int, threading.Lock] = {}
-        if how.checkpoint != "never":
+        if how.checkpoint.anything:
             self.turns = {s: threading.Lock() for s in wiring.writing if s not in tape.meets}
         self._owned: dict[tuple[int, int], Owned] = {}
         for i, chunk in enumerate(chunks):
@@ -204,16 +205,10 @@ class Call:
             )
         return self._owned[key]
 
-    def is_recomputed(self, micro_batch: int) -> bool:
-        """Whether what a forward of it keeps is little, and the rest is computed again."""
-        if self.how.checkpoint == "except_last":
-            return micro_batch > 0  # the first goes backward first: what it keeps is soon free
-        return bool(self.how.checkpoint != "never")  # chosen regions are recomputed in every micro-batch
-
     def is_halved(self, stage: int, micro_batch: int) -> bool:
         """Whether weights can wait: what is computed again for the inputs is there for the weights too."""
         role = self.wiring.roles[stage]
-        recomputed = role.regions and self.is_recomputed(micro_batch)
+        recomputed = role.regions and self.how.checkpoint.recomputes(micro_batch)
         halved = stage in self.how.halved and stage not in self.tape.meets
         return halved and not recomputed and not role.stage.rng_state
 

@@ -88,7 +88,7 @@ class Crew:
         if key not in self._tapes:
             schedule = self.schedule_for(micro_batches, meets)
             check_schedule(schedule, len(self._program.stages), micro_batches)
-            flow = flow_of(self._program, self._plan.checkpoint)
+            flow = flow_of(self._program, self._plan.recomputation)
             loss = self._plan.loss_inside and micro_batches > 1
             self._tapes[key] = lower(schedule, flow, meets, loss=loss)
         return self._tapes[key]

@@ -295,7 +295,7 @@ class Pipeline(nn.Module):
         tape = crew.tape_for(count, meets)
         how = Circumstances(
             grad=grad,
-            checkpoint=self.plan.checkpoint,
+            checkpoint=self.plan.recomputation,
             inside=functools.partial(computing_for, self._lock),
             serial=self._serial,
             intra_op=self.plan.threads,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..actions import Action, Schedule
+from ..checkpoint import Checkpoint
 from ..errors import ScheduleError
 from ..ir import Program
 from .tape import Instruction, Kind, Tape
@@ -44,7 +44,7 @@ class Flow:
     again_in_turn: frozenset[int] = frozenset()
 
 
-def flow_of(program: Program, checkpoint: Any) -> Flow:
+def flow_of(program: Program, checkpoint: Checkpoint) -> Flow:
     """What travels between the stages of a program.
 
     Args:
@@ -62,7 +62,7 @@ def flow_of(program: Program, checkpoint: Any) -> Flow:
         ],
         outputs=frozenset(made_by[v] for v in program.outputs if isinstance(v, str)) - {-1},
         in_turn=writing | {s.index for s in program.stages if s.stateful},
-        again_in_turn=writing if checkpoint != "never" else frozenset(),
+        again_in_turn=writing if checkpoint.anything else frozenset(),
     )
 
 

@@ -82,7 +82,7 @@ def _computed(
             crossings = around.enter_context(
                 Computing(
                     call.lanes.move,
-                    recompute=call.is_recomputed(i),
+                    recompute=call.how.checkpoint.recomputes(i),
                     again=None if norming is None else norming.again,
                     own_numbers=len(call.chunks) == 1 or stage.rng_state,
                 )
