@@ -20,7 +20,9 @@ from .costs import CATALOG as COSTS
 from .demo.run import run_demo
 from .errors import ArgumentError, FxsplitError
 from .hardware import ACCELERATORS, Device, described
-from .plan import EFFORTS, SCHEDULES, SHARED_WORKERS, Plan
+from .plan import EFFORTS, Plan
+from .schedules.catalog import NAMES as SCHEDULES
+from .schedules.catalog import SHARED
 
 
 def _seconds(text: str) -> float:
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demo(options: argparse.Namespace) -> None:
     devices = options.devices.split(",") if options.devices else None
-    if options.workers is None and options.schedule in SHARED_WORKERS:
+    if options.workers is None and options.schedule in SHARED:
         options.workers = min(2, options.stages)
     plan = Plan(
         stages=options.stages,

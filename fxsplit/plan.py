@@ -19,10 +19,9 @@ from .device_names import DeviceLike, device_map_of, device_name, memory_limits_
 from .errors import PlanError, did_you_mean
 from .hardware import Device, described
 from .plan_files import fields_of, plain_fields, read_fields, write_fields
+from .schedules.catalog import NAMES, SHARED, schedule_of
 
 EFFORTS = ("normal", "search")
-SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble")
-SHARED_WORKERS = SCHEDULES[3:]  # several stages on each worker
 ANOMALIES = ("nan", "inf")
 
 
@@ -250,11 +249,11 @@ class Plan:
         elif not isinstance(self.schedule, str):
             raise PlanError(
                 f"schedule={self.schedule!r} is no schedule",
-                remedy=f"one of {', '.join(SCHEDULES)}, or fxsplit.Schedule.from_csv(text)",
+                remedy=f"one of {', '.join(NAMES)}, or fxsplit.Schedule.from_csv(text)",
             )
         else:
-            self._check_choice("schedule", SCHEDULES)
-        if self.schedule in SHARED_WORKERS:
+            self._check_choice("schedule", NAMES)
+        if self.schedule in SHARED:
             if self.workers is None and isinstance(self.devices, list | tuple):
                 each = len(self.devices) != self.stage_count()  # otherwise one for each stage
                 self._set("workers", len(self.devices) if each else len(set(map(str, self.devices))))
@@ -272,7 +271,7 @@ class Plan:
                 + (
                     f"schedule={self.schedule!r} has a worker for each stage" * isinstance(self.schedule, str)
                 ),
-                remedy=f"one of {', '.join(SHARED_WORKERS)}, or leave out workers=",
+                remedy=f"one of {', '.join(SHARED)}, or leave out workers=",
             )
 
     def _check_own_schedule(self, own: Schedule) -> None:
@@ -472,9 +471,15 @@ class Plan:
     @property
     def loss_inside(self) -> bool:
         """Whether a step computes the loss for each micro-batch: some go backward before all have gone forward."""
-        if isinstance(self.schedule, Schedule):
-            return not self.schedule.forward_first
-        return self.schedule not in ("gpipe", "breadth_first")
+        chosen = self.schedule
+        found = schedule_of(chosen, 2, 2, self.workers) if isinstance(chosen, str) else chosen
+        return not found.forward_first
+
+    def schedule_for(
+        self, stages: int, micro_batches: int, replicas: Sequence[int] | None = None
+    ) -> Schedule:
+        """The schedule for so many stages and micro-batches; see `schedules.catalog.schedule_of`."""
+        return schedule_of(self.schedule, stages, micro_batches, self.workers, replicas)
 
     @property
     def schedule_name(self) -> str:

@@ -8,6 +8,7 @@ import fxsplit
 from fxsplit.actions import Action, Schedule
 from fxsplit.checkpoint import Checkpoint
 from fxsplit.errors import ScheduleError
+from fxsplit.flow import flow_of
 from fxsplit.schedules.catalog import (
     breadth_first,
     forward_only,
@@ -18,7 +19,7 @@ from fxsplit.schedules.catalog import (
     one_f_one_b,
     zb_h1,
 )
-from fxsplit.schedules.lower import Flow, flow_of, lower
+from fxsplit.schedules.lower import Flow, lower
 from fxsplit.schedules.proof import check_schedule
 from fxsplit.schedules.simulate import bubble, staircase, timeline
 from tests.models import build

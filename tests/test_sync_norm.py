@@ -14,8 +14,7 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan, errors
 from fxsplit.runtime import syncnorm
-from fxsplit.runtime.meeting import Meetings
-from fxsplit.runtime.worker import StoppedError
+from fxsplit.runtime.meeting import Meetings, StoppedError
 
 X = torch.randn(8, 4)
 

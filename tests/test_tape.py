@@ -14,6 +14,7 @@ from torch import nn
 import fxsplit
 from fxsplit.actions import Action
 from fxsplit.checkpoint import Checkpoint
+from fxsplit.flow import flow_of
 from fxsplit.runtime import crew
 from fxsplit.schedules.catalog import (
     breadth_first,
@@ -24,7 +25,7 @@ from fxsplit.schedules.catalog import (
     one_f_one_b,
     zb_h1,
 )
-from fxsplit.schedules.lower import flow_of, lower
+from fxsplit.schedules.lower import lower
 
 MAKE = {
     "gpipe": gpipe,

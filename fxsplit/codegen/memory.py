@@ -12,7 +12,7 @@ from ..cost.saved import live_bytes, measured_saved
 from ..graph import compute_nodes
 from ..ir import Assignment, Traced
 from ..plan import Plan
-from ..schedules.catalog import kept_shares, planned_schedule
+from ..schedules.catalog import kept_shares
 from .checkpoints import Runs
 
 
@@ -30,7 +30,7 @@ def with_simulated_memory(
     saved = measured_saved(model, traced, inputs)
     nodes = {node.name: node for node in compute_nodes(traced.graph)}
     count = plan.micro_batches
-    schedule = planned_schedule(plan, len(assignment.stages), count, assignment.replicas)
+    schedule = plan.schedule_for(len(assignment.stages), count, assignment.replicas)
     shares, busiest = (kept_shares(schedule, len(assignment.stages), count, of) for of in (sum, max))
     found = []
     for stage, names in enumerate(assignment.stages):

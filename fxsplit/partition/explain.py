@@ -13,7 +13,6 @@ from ..errors import PartitionError
 from ..graph import module_paths
 from ..ir import Traced
 from ..plan import Plan
-from ..schedules.catalog import planned_schedule
 from ..schedules.lower import Flow, lower
 from ..schedules.simulate import bubble, timeline
 from ..sizes import in_units
@@ -33,7 +32,7 @@ def simulator(plan: Plan) -> Simulate:
         alike = plan
         if isinstance(plan.schedule, Schedule) and plan.schedule.stages != len(loads):
             alike = plan.replace(schedule="1f1b")  # what fewer stages would come to
-        schedule = planned_schedule(alike, len(loads), m, replicas)
+        schedule = alike.schedule_for(len(loads), m, replicas)
         # A load is of the micro-batches that the busiest replica gets.
         each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
         tape = lower(schedule, Flow(len(loads), chains))
@@ -63,7 +62,7 @@ def predicted_bubble(
                 readers.setdefault(parameter, []).append(stage_of[node.name])
     gradients = [sorted(set(stages)) for stages in readers.values()]
     chains = [(home, *others) for home, others, _ in moving]
-    schedule = planned_schedule(plan, len(stages), plan.micro_batches, replicas)
+    schedule = plan.schedule_for(len(stages), plan.micro_batches, replicas)
     loads = [f.load / math.ceil(plan.micro_batches / r) for f, r in zip(found, replicas, strict=True)]
     return bubble(lower(schedule, Flow(len(stages), chains, gradients)), loads)
 

@@ -18,7 +18,7 @@ from ..graph import compute_nodes, is_within, open_contexts, resolve
 from ..hardware import Device
 from ..ir import NodeFacts, TensorSpec, Traced
 from ..plan import Plan
-from ..schedules.catalog import kept_shares, planned_schedule
+from ..schedules.catalog import kept_shares
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit
 
@@ -361,7 +361,7 @@ def memory_limit(plan: Plan, number: int, devices: Sequence[str], described: int
 def _kept_share(plan: Plan, stage: int, replicas: Sequence[int], of: Callable[[Iterable[int]], int]) -> float:
     """The part of the micro-batches that a stage keeps on one device; an earlier stage keeps no less."""
     count = len(replicas)
-    schedule = planned_schedule(plan, count, plan.micro_batches, replicas)
+    schedule = plan.schedule_for(count, plan.micro_batches, replicas)
     return kept_shares(schedule, count, plan.micro_batches, of)[stage]
 
 

@@ -15,14 +15,14 @@ from ..actions import Schedule
 from ..compat import modes_in_force
 from ..effects import draws_now
 from ..errors import ArgumentError, BatchError
+from ..flow import flow_of
 from ..graph import resolve
 from ..ir import Program
 from ..microbatch import sizes
 from ..plan import Plan
 from ..replicate.meet import meets_of, owners_of
 from ..replicate.replicas import Company, Replica, Replicas
-from ..schedules.catalog import planned_schedule
-from ..schedules.lower import flow_of, lower
+from ..schedules.lower import lower
 from ..schedules.proof import check_schedule
 from ..schedules.tape import Tape
 from .batchnorm import DeferredNorms, batch_counters
@@ -80,7 +80,7 @@ class Crew:
         """The schedule of a batch that is split into this many micro-batches, some of which meet."""
         # Where all micro-batches meet, each has a worker of its own.
         workers = [max(len(s.row), meets.get(s.index, 1)) for s in self._program.stages]
-        return planned_schedule(self._plan, len(workers), micro_batches, workers)
+        return self._plan.schedule_for(len(workers), micro_batches, workers)
 
     def tape_for(self, micro_batches: int, meets: Mapping[int, int]) -> Tape:
         """Its tape, proven; made once."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from .worker import StoppedError
+
+class StoppedError(Exception):
+    """The call has ended, and with it what an action waited for: no error of its own."""
 
 
 class Door:

@@ -19,8 +19,7 @@ from torch import nn
 from ..errors import ModelError
 from ..ir import Stage
 from .batchnorm import DeferredNorms, Norming
-from .meeting import Door
-from .worker import StoppedError
+from .meeting import Door, StoppedError
 
 
 class SyncNorms(DeferredNorms):

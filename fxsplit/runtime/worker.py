@@ -22,6 +22,7 @@ from ..compat import modes_in_force
 from ..errors import WorkerError
 from ..recompute import Around
 from ..schedules.tape import Instruction, Tape
+from .meeting import StoppedError
 from .stuck import Stuck, look
 from .threads import settle_autocast, thread_state
 
@@ -36,10 +37,6 @@ class MeetingPlace(Protocol):
 
     def leave(self, thread: threading.Thread) -> None:
         """This one waits for ever, and is left where it is."""
-
-
-class StoppedError(Exception):
-    """The call has ended, and with it what an action waited for: no error of its own."""
 
 
 LOOK = 1.0  # seconds after which the caller looks whether the workers that it waits for are still there

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..actions import Action, Schedule
 from ..errors import ScheduleError
-from ..plan import Plan
 
 
 def gpipe(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -156,29 +155,40 @@ _TOGETHER: Mapping[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def planned_schedule(
-    plan: Plan, stages: int, micro_batches: int, replicas: Sequence[int] | None = None
+NAMES = (*_ALONE, *_TOGETHER)
+SHARED = tuple(_TOGETHER)  # several stages on each worker
+
+
+def schedule_of(
+    chosen: str | Schedule,
+    stages: int,
+    micro_batches: int,
+    workers: int | None = None,
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
-    """The plan's schedule for so many stages and micro-batches.
+    """A schedule by its name, or one of the user's, for so many stages and micro-batches.
+
+    Args:
+        workers: how many share the stages of a schedule of `SHARED`; one for each by default.
+        replicas: of each stage.
 
     Raises:
-        ScheduleError: the plan's own schedule is for other stages or fewer micro-batches; or stages that share a
-            worker have other numbers of replicas.
+        ScheduleError: the user's is for other stages or fewer micro-batches; or stages that share a worker have other
+            numbers of replicas.
     """
-    if isinstance(plan.schedule, Schedule):
-        own = plan.schedule
-        if own.stages != stages or own.micro_batches < micro_batches:
-            raise ScheduleError(
-                f"the plan's schedule {own.name!r} is for {own.stages} stages and {own.micro_batches} micro-batches, "
-                f"not for {stages} and {micro_batches}",
-                remedy=f"as many stages as it has, or schedule={'gpipe'!r}",
-            )
-        return own.only(stages=stages, micro_batches=micro_batches)
-    return _planned(plan.schedule, stages, micro_batches, plan.workers, tuple(replicas) if replicas else None)
+    if isinstance(chosen, str):
+        return _by_name(chosen, stages, micro_batches, workers, tuple(replicas) if replicas else None)
+    if chosen.stages != stages or chosen.micro_batches < micro_batches:
+        raise ScheduleError(
+            f"the plan's schedule {chosen.name!r} is for {chosen.stages} stages and {chosen.micro_batches} micro-batches, "
+            f"not for {stages} and {micro_batches}",
+            remedy=f"as many stages as it has, or schedule={'gpipe'!r}",
+        )
+    return chosen.only(stages=stages, micro_batches=micro_batches)
 
 
 @functools.lru_cache(maxsize=256)
-def _planned(
+def _by_name(
     name: str, stages: int, micro_batches: int, workers: int | None, replicas: tuple[int, ...] | None
 ) -> Schedule:
     if name in _ALONE:
