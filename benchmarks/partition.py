@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fxsplit
-from fxsplit.graph import compute_nodes
+from fxsplit.graph.nodes import compute_nodes
 from fxsplit.partition.assign import weigh_nodes
 from fxsplit.partition.explain import simulator
 from fxsplit.partition.model import build_problem, stage_nodes

@@ -1,20 +1,20 @@
 """fxsplit: split an unchanged PyTorch model into readable pipeline stages, and prove that the split is the model."""
 
 from . import errors, testing
-from .actions import Action, Schedule
-from .checkpoint import Budget
+from .batch.scattered import Scattered
 from .compiler import Preview, compile, preview
 from .cost.link import measure_link
-from .costs import NodeCost
-from .hardware import ACCELERATORS, Device
-from .ir import Assignment, Program, Stage, Traced
+from .graph.ir import Assignment, Program, Stage, Traced
 from .loading import load
-from .plan import Plan
-from .replicate.criterion import Criterion
-from .replicate.scattered import Scattered
-from .replication import ReplicationContext, on_replicate
+from .loss.criterion import Criterion
+from .modules.callbacks import ReplicationContext, on_replicate
+from .pipeline import Pipeline, verify
+from .plan.checkpoint import Budget
+from .plan.costs import NodeCost
+from .plan.hardware import ACCELERATORS, Device
+from .plan.plan import Plan
 from .runtime.events import ActionEvent
-from .runtime.pipeline import Pipeline, verify
+from .schedules.schedule import Action, Schedule
 
 __version__ = "0.1.0"
 __all__ = [

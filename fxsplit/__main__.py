@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from .checkpoint import WORDS as CHECKPOINTS
 from .compiler import preview
-from .costs import CATALOG as COSTS
 from .demo.run import run_demo
 from .errors import ArgumentError, FxsplitError
-from .hardware import ACCELERATORS, Device, described
-from .plan import EFFORTS, Plan
+from .plan.checkpoint import WORDS as CHECKPOINTS
+from .plan.costs import CATALOG as COSTS
+from .plan.hardware import ACCELERATORS, Device, described
+from .plan.plan import EFFORTS, Plan
 from .schedules.catalog import NAMES as SCHEDULES
 from .schedules.catalog import SHARED
 

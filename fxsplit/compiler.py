@@ -13,32 +13,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from .actions import Schedule
 from .arguments import compile_spellings, explained
-from .batch import BatchDims
-from .checkpoint import Paths
-from .codegen.checkpoints import Runs, chosen_runs
+from .batch.dims import BatchDims
+from .batch.merge import Merge
 from .codegen.emit import generate
-from .codegen.memory import with_simulated_memory
 from .compat import tree_leaves
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
-from .graph import is_within, output_values
-from .ir import Assignment, Program, Traced
+from .graph.ir import Assignment, Program, Traced
+from .graph.nodes import is_within, output_values
+from .graph.place import check_attributes, check_devices, gathered, place
+from .memory.regions import Runs, chosen_runs
+from .memory.simulated import with_simulated_memory
 from .merging.decide import Merging, find_merges
-from .microbatch import Merge
+from .modules.reach import reach
+from .modules.state import preserved
 from .partition.shared import partition_with_homes
-from .place import check_attributes, check_devices, gathered, place
-from .plan import Plan
+from .pipeline import Pipeline
+from .plan.checkpoint import Paths
+from .plan.plan import Plan
+from .plan.sizes import in_units
 from .proof.numerics import Run, verify_numerics
 from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
-from .reach import reach
-from .replicate.meet import check_replicas
+from .replicas.meet import check_replicas
 from .report.tables import stage_table
-from .runtime.pipeline import Pipeline
 from .runtime.unsaid import whole_modules
-from .sizes import in_units
-from .state import preserved
+from .schedules.schedule import Schedule
 from .trace.front import TRACING, trace
 
 

@@ -13,30 +13,30 @@ import torch
 from torch import fx, nn
 
 from .arguments import explained
-from .assumptions import ASKED, CALLER, LOOKUPS, Assumptions, caller_now
-from .batch import BatchDims
+from .batch.dims import BatchDims
+from .batch.merge import Merge, Total
 from .codegen.emit import generate
 from .compat import spec_from_text
 from .compiler import compile
 from .errors import ArgumentError, FxsplitError, SerializeError
 from .files import read_json, read_text
-from .graph import ModuleMode, resolve, run_under
-from .ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
-from .microbatch import Merge, Total
+from .graph.assumptions import ASKED, CALLER, LOOKUPS, Assumptions, caller_now
+from .graph.ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
+from .graph.nodes import ModuleMode, resolve, run_under
+from .graph.place import check_attributes, check_devices, place
+from .graph.signature import Argument, Signature
+from .modules.seen import Seen
 from .partition.device_map import output_homes
-from .place import check_attributes, check_devices, place
-from .plan import Plan
+from .pipeline import Pipeline
+from .plan.plan import Plan
 from .proof.structure import verify_structure
-from .replicate.meet import check_replicas
-from .runtime.pipeline import Pipeline
+from .replicas.meet import check_replicas
 from .saving.fits import check_call, check_names, check_sizes
 from .saving.save import FORMAT, source
 from .saving.shape import PROGRAM, check_shape
 from .saving.skeleton import Skeleton, class_names, rebuild
 from .saving.trust import Names
 from .saving.values import Decoder, names_in
-from .seen import Seen
-from .signature import Argument, Signature
 from .trace.front import ASKED_WHOLE
 
 _MOST_NUMBERS = 2**28  # of an example

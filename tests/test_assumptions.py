@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
-from fxsplit.assumptions import Assumptions
 from fxsplit.errors import ArgumentError, AssumptionError, GuardError, SerializeError
+from fxsplit.graph.assumptions import Assumptions
 from fxsplit.runtime.watch import Fingerprint
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxsplit
-from fxsplit.code import StageModule, write
+from fxsplit.graph.code import StageModule, write
 from fxsplit.testing import assert_equivalent
 
 

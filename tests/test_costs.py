@@ -15,8 +15,8 @@ from fxsplit import ACCELERATORS, Device, Plan, errors
 from fxsplit.__main__ import main
 from fxsplit.cost.model import node_costs
 from fxsplit.cost.saved import measured_saved
-from fxsplit.costs import roofline_seconds
 from fxsplit.demo.gpt import GPT
+from fxsplit.plan.costs import roofline_seconds
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
 from tests.models import build

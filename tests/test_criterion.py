@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
+from fxsplit.batch.merge import Merge
 from fxsplit.errors import ArgumentError
-from fxsplit.microbatch import Merge
 from tests.strategies import EXAMPLES
 
 CLASSES = 5

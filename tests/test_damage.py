@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxsplit
-from fxsplit.code import StageModule
-from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
-from fxsplit.graph import compute_nodes, region_modules
-from fxsplit.ops import checkpoint, transfer
+from fxsplit.graph.code import StageModule
+from fxsplit.graph.nodes import compute_nodes, region_modules
+from fxsplit.inserted.ops import checkpoint, transfer
+from fxsplit.memory.regions import chosen_runs
 from fxsplit.partition.assign import partition
 from fxsplit.proof.structure import verify_structure
 from fxsplit.trace.front import trace

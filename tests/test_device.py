@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.actions import Action
 from fxsplit.runtime.device import CudaLanes, Lanes, lanes_of
 from fxsplit.schedules.catalog import gpipe, one_f_one_b
 from fxsplit.schedules.lower import Flow, lower
+from fxsplit.schedules.schedule import Action
 
 
 class Cuda:

@@ -15,8 +15,8 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan
-from fxsplit.effects import DRAWING
 from fxsplit.errors import BatchError, EffectError, FxsplitError, GradientError, PlanError
+from fxsplit.graph.effects import DRAWING
 
 from .strategies import EXAMPLES, compiled_with_fewer
 

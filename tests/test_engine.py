@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
-from fxsplit.microbatch import sizes
-from fxsplit.plan import SCHEDULES, SHARED_WORKERS
+from fxsplit.batch.merge import sizes
+from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime import play
 from tests.models import build
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, weighed_plans

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.actions import Action
+from fxsplit.batch.merge import sizes
 from fxsplit.errors import WorkerError
-from fxsplit.plan import SCHEDULES, SHARED_WORKERS
+from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime import worker
+from fxsplit.schedules.schedule import Action
 
 STAGES, MICRO_BATCHES, ROWS, WIDTH = 3, 4, 9, 6
 PLAN = fxsplit.Plan(cut=["blocks.1", "blocks.2"], micro_batches=MICRO_BATCHES)
@@ -125,7 +126,7 @@ def fail_with(error):
 
 
 def batch():
-    rows = fxsplit.microbatch.sizes(ROWS, MICRO_BATCHES)
+    rows = sizes(ROWS, MICRO_BATCHES)
     tag = [float(i) for i, n in enumerate(rows) for _ in range(n)]
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)), torch.tensor(tag)
 

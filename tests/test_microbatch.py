@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
+from fxsplit.batch.merge import Merge, sizes
 from fxsplit.errors import BatchError
-from fxsplit.microbatch import Merge, sizes
 
 
 @pytest.mark.parametrize(

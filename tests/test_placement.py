@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxsplit
 from fxsplit.codegen.emit import generate
-from fxsplit.ops import transfer
+from fxsplit.inserted.ops import transfer
 from fxsplit.partition.shared import partition_with_homes
 from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent

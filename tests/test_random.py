@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxsplit
-from fxsplit.plan import SCHEDULES, SHARED_WORKERS
-from fxsplit.rng import Stream, draw_base_seed
+from fxsplit.inserted.random import Stream, draw_base_seed
+from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 
 
 def plan_for(schedule, stages=2, **more):

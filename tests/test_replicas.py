@@ -11,8 +11,8 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
-from fxsplit.microbatch import sizes
-from fxsplit.plan import SCHEDULES, SHARED_WORKERS
+from fxsplit.batch.merge import sizes
+from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules
 from tests.test_engine import of_all, oracle
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 import fxsplit
-from fxsplit.actions import Action, Schedule
-from fxsplit.checkpoint import Checkpoint
 from fxsplit.errors import ScheduleError
-from fxsplit.flow import flow_of
+from fxsplit.graph.flow import flow_of
+from fxsplit.plan.checkpoint import Checkpoint
 from fxsplit.schedules.catalog import (
     breadth_first,
     forward_only,
@@ -19,8 +18,9 @@ from fxsplit.schedules.catalog import (
     one_f_one_b,
     zb_h1,
 )
+from fxsplit.schedules.check import check_schedule
 from fxsplit.schedules.lower import Flow, lower
-from fxsplit.schedules.proof import check_schedule
+from fxsplit.schedules.schedule import Action, Schedule
 from fxsplit.schedules.simulate import bubble, staircase, timeline
 from tests.models import build
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
+from fxsplit.batch.merge import sizes
 from fxsplit.errors import ArgumentError
-from fxsplit.microbatch import sizes
 from fxsplit.runtime.instructions import PLAYS
 from tests.models import build
 from tests.strategies import batches, modules, weighed_plans

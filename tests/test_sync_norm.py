@@ -13,8 +13,8 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
-from fxsplit.runtime import syncnorm
-from fxsplit.runtime.meeting import Meetings, StoppedError
+from fxsplit.batchnorm import synchronised as syncnorm
+from fxsplit.replicas.meeting import Meetings, StoppedError
 
 X = torch.randn(8, 4)
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.actions import Action
-from fxsplit.checkpoint import Checkpoint
-from fxsplit.flow import flow_of
+from fxsplit.graph.flow import flow_of
+from fxsplit.plan.checkpoint import Checkpoint
 from fxsplit.runtime import crew
 from fxsplit.schedules.catalog import (
     breadth_first,
@@ -26,6 +25,7 @@ from fxsplit.schedules.catalog import (
     zb_h1,
 )
 from fxsplit.schedules.lower import lower
+from fxsplit.schedules.schedule import Action
 
 MAKE = {
     "gpipe": gpipe,

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxsplit
-from fxsplit.actions import Action, Schedule
 from fxsplit.compat import default_device
 from fxsplit.runtime import worker
 from fxsplit.schedules.catalog import forward_only
 from fxsplit.schedules.lower import Flow, lower
+from fxsplit.schedules.schedule import Action, Schedule
 
 NAME = contextvars.ContextVar("NAME", default="nobody")
 STEPS = int(os.environ.get("FXSPLIT_STEPS", "300"))

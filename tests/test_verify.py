@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fxsplit
-from fxsplit.codegen.checkpoints import chosen_runs
 from fxsplit.codegen.emit import generate
-from fxsplit.ops import checkpoint, transfer
+from fxsplit.inserted.ops import checkpoint, transfer
+from fxsplit.memory.regions import chosen_runs
 from fxsplit.partition.shared import partition_with_homes
 from fxsplit.proof.inline import inline
 from fxsplit.proof.structure import verify_structure

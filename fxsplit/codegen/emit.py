@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..effects import rate_of
-from ..graph import (
+from ..graph.effects import rate_of
+from ..graph.ir import Assignment, Program, Stage, TensorSpec, Traced
+from ..graph.nodes import (
     bind,
     compute_nodes,
     device_constants,
@@ -21,9 +22,8 @@ from ..graph import (
     output_values,
     plain_tensors,
 )
-from ..ir import Assignment, Program, Stage, TensorSpec, Traced
-from ..ops import checkpoint, transfer
-from .checkpoints import Runs
+from ..inserted.ops import checkpoint, transfer
+from ..memory.regions import Runs
 from .extract import Part, extract
 
 

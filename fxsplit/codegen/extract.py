@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..graph import compute_nodes, is_context, output_values
-from ..ir import Assignment, Traced
+from ..graph.ir import Assignment, Traced
+from ..graph.nodes import compute_nodes, is_context, output_values
 
 
 @dataclass(frozen=True)

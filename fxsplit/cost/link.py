@@ -8,8 +8,8 @@ import time
 import torch
 
 from ..arguments import explained
-from ..device_names import device_name
 from ..errors import ArgumentError, PlanError
+from ..plan.devices import device_name
 
 
 @explained(ArgumentError, 'fxsplit.measure_link("cpu", "cuda:0")')

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 
 from ..compat import Interpreter, tree_leaves, tree_map
-from ..graph import compute_nodes
-from ..ir import Traced
-from ..state import preserved
+from ..graph.ir import Traced
+from ..graph.nodes import compute_nodes
+from ..modules.state import preserved
 
 
 def measured_seconds(

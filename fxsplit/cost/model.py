@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ..costs import Cost, NodeCost, Passes
 from ..errors import PlanError
-from ..graph import compute_nodes, is_within
-from ..hardware import Device
-from ..ir import Traced
-from ..plan import Plan
+from ..graph.ir import Traced
+from ..graph.nodes import compute_nodes, is_within
+from ..plan.costs import Cost, NodeCost, Passes
+from ..plan.hardware import Device
+from ..plan.plan import Plan
 from .measured import measured_seconds
 from .saved import Saved, measured_saved
 

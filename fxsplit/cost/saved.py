@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from ..compat import Interpreter, storage_key, tree_leaves
-from ..ir import Traced
-from ..state import preserved, state_tensors
+from ..graph.ir import Traced
+from ..modules.state import preserved, state_tensors
 from .attention import FusedAttention
 from .flops import flop_counter
 

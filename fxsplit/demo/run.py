@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compiler import compile
-from ..plan import Plan
-from ..runtime.pipeline import Pipeline
+from ..pipeline import Pipeline
+from ..plan.plan import Plan
 from .gpt import GPT
 
 CONTEXT = 64

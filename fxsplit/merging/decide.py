@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
+from ..batch.merge import Merge, Total
 from ..compat import tree_leaves
 from ..errors import BatchError
-from ..graph import output_names, output_values
-from ..ir import TensorSpec, Traced
-from ..microbatch import Merge, Total
-from ..state import preserved
+from ..graph.ir import TensorSpec, Traced
+from ..graph.nodes import output_names, output_values
+from ..modules.state import preserved
 from . import dependence
 from .dependence import Agree, Denominator, Dependence, Mean, Mixed, Rows, Same, Sum, Unknown, Weight
 from .derive import Derivation

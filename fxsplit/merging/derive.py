@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..graph import resolve
-from ..ir import Traced
-from ..ops import guard
+from ..graph.ir import Traced
+from ..graph.nodes import resolve
+from ..inserted.ops import guard
 from . import shape_rules  # noqa: F401  registers its rules
 from .dependence import SAME, Dependence, Mean, Mixed, Position, Rows, Same, Targets, Unknown
 from .pair import Pair

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
+from ..batch.merge import Merge, merged_one, split_gradients
 from ..compare import agree, gradient_for
 from ..errors import BatchError
-from ..ir import Traced
-from ..microbatch import Merge, merged_one, split_gradients
-from ..state import preserved
+from ..graph.ir import Traced
+from ..modules.state import preserved
 from .probes import Probe
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
 
 _ROWS = (
     5  # at least: two parts of unequal size, and none of one row, which some models take for a special case

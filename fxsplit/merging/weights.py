@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..graph import resolve, run_under
-from ..ir import Traced
-from ..names import local_names
+from ..graph.ir import Traced
+from ..graph.nodes import resolve, run_under
+from ..modules.names import local_names
 from ..trace.facts import find_facts
 from .dependence import Denominator, Elements, Targets, Weight
 

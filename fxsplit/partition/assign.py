@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
 from ..cost.model import figures_of, work_of
 from ..errors import PartitionError, PlanError, did_you_mean
-from ..graph import compute_nodes, is_within
-from ..ir import Assignment, Forecast, StageForecast, Traced
-from ..plan import Plan
+from ..graph.ir import Assignment, Forecast, StageForecast, Traced
+from ..graph.nodes import compute_nodes, is_within
+from ..plan.plan import Plan
 from .device_map import place_nodes
 from .explain import better, explanation, predicted_bubble, shortage, simulator
 from .model import Figures, build_problem, replica_counts, stage_nodes

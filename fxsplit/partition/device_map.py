@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from ..errors import PartitionError, did_you_mean
-from ..graph import compute_nodes, is_within, output_values
-from ..ir import Traced
-from ..ops import call_with
+from ..graph.ir import Traced
+from ..graph.nodes import compute_nodes, is_within, output_values
+from ..inserted.ops import call_with
 from .weights import tensors_of
 
 Pair = tuple[torch.device, torch.device]

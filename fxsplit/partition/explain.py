@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..actions import Schedule
 from ..errors import PartitionError
-from ..graph import module_paths
-from ..ir import Traced
-from ..plan import Plan
+from ..graph.ir import Traced
+from ..graph.nodes import module_paths
+from ..plan.plan import Plan
+from ..plan.sizes import in_units
 from ..schedules.lower import Flow, lower
+from ..schedules.schedule import Schedule
 from ..schedules.simulate import bubble, timeline
-from ..sizes import in_units
 from .model import Figures, build_problem, memory_limit, stage_nodes
 from .planner import Planned, roomiest
 from .problem import Cut, Problem, Simulate, StageFigures, Travel, figures, travels

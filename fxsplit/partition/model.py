@@ -14,10 +14,10 @@ from torch import fx, nn
 from ..compat import tree_leaves
 from ..cost.model import parameter_copies
 from ..cost.saved import Saved
-from ..graph import compute_nodes, is_within, open_contexts, resolve
-from ..hardware import Device
-from ..ir import NodeFacts, TensorSpec, Traced
-from ..plan import Plan
+from ..graph.ir import NodeFacts, TensorSpec, Traced
+from ..graph.nodes import compute_nodes, is_within, open_contexts, resolve
+from ..plan.hardware import Device
+from ..plan.plan import Plan
 from ..schedules.catalog import kept_shares
 from .problem import Cut, Item, Problem, Slot, Weights
 from .units import Unit

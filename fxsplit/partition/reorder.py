@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import fx
 
 from ..errors import VerifyError
-from ..graph import run_under
-from ..ir import Traced
+from ..graph.ir import Traced
+from ..graph.nodes import run_under
 
 
 def reordered(traced: Traced, order: Sequence[str]) -> Traced:

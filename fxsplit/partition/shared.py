@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..graph import compute_nodes, resolve, run_under
-from ..ir import Assignment, NodeFacts, TensorSpec, Traced
-from ..names import local_names
-from ..ops import call_with
-from ..plan import Plan
+from ..graph.ir import Assignment, NodeFacts, TensorSpec, Traced
+from ..graph.nodes import compute_nodes, resolve, run_under
+from ..inserted.ops import call_with
+from ..modules.names import local_names
+from ..plan.plan import Plan
 from .assign import partition
 from .device_map import output_homes, said_homes
 from .weights import check_fits, free_memory

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from ..graph import compute_nodes, enters
-from ..ir import Traced
+from ..graph.ir import Traced
+from ..graph.nodes import compute_nodes, enters
 
 
 @dataclass(frozen=True)

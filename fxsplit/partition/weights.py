@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 
 from ..errors import PartitionError
-from ..graph import compute_nodes, resolve
-from ..ir import Assignment, Traced
+from ..graph.ir import Assignment, Traced
+from ..graph.nodes import compute_nodes, resolve
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

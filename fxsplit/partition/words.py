@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import PartitionError, did_you_mean
-from ..graph import compute_nodes
-from ..ir import Traced
+from ..graph.ir import Traced
+from ..graph.nodes import compute_nodes
 from .device_map import place_nodes
 from .units import bonds, find_units
 from .weights import nbytes, tensors_of, weights_read

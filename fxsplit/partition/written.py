@@ -8,9 +8,9 @@ import torch
 from torch import fx, nn
 
 from ..errors import PartitionError
-from ..graph import compute_nodes, is_within
-from ..ir import Assignment, Traced
-from ..ops import call_with
+from ..graph.ir import Assignment, Traced
+from ..graph.nodes import compute_nodes, is_within
+from ..inserted.ops import call_with
 from .device_map import place_nodes
 from .weights import tensors_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from ..graph import enters, leaves
-from ..ir import Program, Stage
-from ..ops import checkpoint, transfer
+from ..graph.ir import Program, Stage
+from ..graph.nodes import enters, leaves
+from ..inserted.ops import checkpoint, transfer
 
 
 def inline(program: Program) -> fx.Graph:

@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from ..compare import agree
 from ..compat import Interpreter, tree_leaves
-from ..graph import resolve
-from ..ir import Traced
-from ..state import preserved
+from ..graph.ir import Traced
+from ..graph.nodes import resolve
+from ..modules.state import preserved
 
 
 def first_other_module(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor]) -> str | None:

@@ -11,8 +11,8 @@ from torch import nn
 from ..compare import agree_each, difference, gradient_for, largest_of
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..ir import Traced
-from ..state import others_draw, preserved, python_random_digest, state_tensors
+from ..graph.ir import Traced
+from ..modules.state import others_draw, preserved, python_random_digest, state_tensors
 from .locate import first_other_module
 
 Outcome = dict[str, Any]

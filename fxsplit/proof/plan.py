@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
+from ..batch.merge import Merge, merged, shown, sizes
 from ..errors import BatchError, GuardError, VerifyError
-from ..ir import Traced
-from ..microbatch import Merge, merged, shown, sizes
-from ..state import preserved
+from ..graph.ir import Traced
+from ..modules.state import preserved
 from .numerics import ModelFailsError, Run, verify_numerics
 
 

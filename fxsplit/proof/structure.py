@@ -11,10 +11,11 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from ..code import StageModule
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..graph import (
+from ..graph.code import StageModule
+from ..graph.ir import Program, Source, Stage, TensorSpec, Traced
+from ..graph.nodes import (
     compute_nodes,
     device_constants,
     enters,
@@ -26,8 +27,7 @@ from ..graph import (
     stage_graph,
     structure,
 )
-from ..ir import Program, Source, Stage, TensorSpec, Traced
-from ..ops import transfer
+from ..inserted.ops import transfer
 from .inline import inline
 
 

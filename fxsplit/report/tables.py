@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from tabulate import tabulate
 
-from ..graph import module_paths
-from ..ir import Assignment, Traced
-from ..plan import Plan
-from ..sizes import in_units
+from ..graph.ir import Assignment, Traced
+from ..graph.nodes import module_paths
+from ..plan.plan import Plan
+from ..plan.sizes import in_units
 
 
 def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mapping[str, int]) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..assumptions import ASKED
 from ..compat import Interpreter, tree_leaves
 from ..errors import AnomalyError, AssumptionError
-from ..ops import checkpoint
-from ..rng import Stream
-from ..seen import MISSING
+from ..graph.assumptions import ASKED
+from ..inserted.ops import checkpoint
+from ..inserted.random import Stream
+from ..modules.seen import MISSING
 
 
 def run_watched(

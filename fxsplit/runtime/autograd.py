@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
+from ..batch.merge import Merge, merged, shown, split_gradients
 from ..compat import backward_keeps_graph, storage_key
 from ..errors import GradientError
-from ..microbatch import Merge, merged, shown, split_gradients
+from ..loss.inside import LossInside
 from . import play
 from .call import Call
-from .inside import LossInside
 
 
 class PipelineFunction(torch.autograd.Function):

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint
+from ..batchnorm.deferred import DeferredNorms
 from ..compat import tree_leaves
-from ..recompute import Around
-from ..replicate.reduce import OrderedSum
-from ..replicate.replicas import Replica
-from ..rng import BaseSeed
+from ..inserted.random import BaseSeed
+from ..inserted.recompute import Around
+from ..loss.inside import LossInside
+from ..plan.checkpoint import Checkpoint
+from ..replicas.meeting import Meetings
+from ..replicas.replicas import Replica
+from ..replicas.sums import OrderedSum
 from ..schedules.tape import Instruction, Tape
-from .batchnorm import DeferredNorms
 from .blame import users_line
 from .device import lanes_of
 from .events import ActionHook
-from .inside import LossInside
-from .meeting import Meetings
 from .travel import Travelling
 from .unsaid import Shared
 from .values import Values

@@ -11,23 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..actions import Schedule
+from ..batch.merge import sizes
+from ..batchnorm.deferred import DeferredNorms, batch_counters
+from ..batchnorm.synchronised import SyncNorms
 from ..compat import modes_in_force
-from ..effects import draws_now
 from ..errors import ArgumentError, BatchError
-from ..flow import flow_of
-from ..graph import resolve
-from ..ir import Program
-from ..microbatch import sizes
-from ..plan import Plan
-from ..replicate.meet import meets_of, owners_of
-from ..replicate.replicas import Company, Replica, Replicas
+from ..graph.effects import draws_now
+from ..graph.flow import flow_of
+from ..graph.ir import Program
+from ..graph.nodes import resolve
+from ..plan.plan import Plan
+from ..replicas.meet import meets_of, owners_of
+from ..replicas.replicas import Company, Replica, Replicas
+from ..schedules.check import check_schedule
 from ..schedules.lower import lower
-from ..schedules.proof import check_schedule
+from ..schedules.schedule import Schedule
 from ..schedules.tape import Tape
-from .batchnorm import DeferredNorms, batch_counters
 from .call import Call
-from .syncnorm import SyncNorms
 from .unsaid import Shared, has_whole, shared_objects
 from .wiring import Wiring
 

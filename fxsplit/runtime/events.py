@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..actions import Action
+from ..schedules.schedule import Action
 from ..schedules.tape import Instruction
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph import resolve
-from ..ir import Program
+from ..graph.ir import Program
+from ..graph.nodes import resolve
+from ..loss.inside import LossInside
 from .autograd import Runner
-from .inside import LossInside
 
 
 class Guarded(Runner):

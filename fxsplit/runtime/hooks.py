@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..effects import has_hooks
+from ..graph.effects import has_hooks
 
 
 def call_with_hooks(

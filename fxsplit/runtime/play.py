@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..compat import parameter_hooks_silenced
+from ..loss.check import check_differentiable
+from ..loss.inside import LossInside
 from ..schedules.tape import Instruction, Tape
 from .call import Call
 from .events import announced
-from .inside import LossInside
 from .instructions import PLAYS
-from .loss import check_differentiable
 from .unsaid import unchanged
 from .worker import play, play_serially
 

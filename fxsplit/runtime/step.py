@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..compat import tree_map
-from ..replicate.losses import beside, check_loss
-from ..replicate.reductions import LossFn
+from ..loss.check import check_differentiable
+from ..loss.inside import LossInside
+from ..loss.losses import beside, check_loss
+from ..loss.reductions import LossFn
 from .autograd import Runner
-from .inside import LossInside
-from .loss import check_differentiable
 
 _MERGED = threading.local()  # the pipeline, by its lock, whose merged output this thread asks for
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..ir import Stage
-from ..replicate.replicas import Replica
+from ..graph.ir import Stage
+from ..replicas.replicas import Replica
 from .device import Lanes
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from ..errors import EffectError
-from ..graph import is_within, region_modules, resolve
-from ..ir import Program, Stage
-from ..reach import reach
-from ..recompute import Surroundings, is_torchs, storages_of
-from ..replication import callbacks_of
-from ..state import Snapshot
+from ..graph.ir import Program, Stage
+from ..graph.nodes import is_within, region_modules, resolve
+from ..inserted.recompute import Surroundings, is_torchs, storages_of
+from ..modules.callbacks import callbacks_of
+from ..modules.reach import reach
+from ..modules.state import Snapshot
 
 _REMEDY = "compile with an example on which the model does this too, so that it is done in order"
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..assumptions import (
+from ..compat import autocast_kinds
+from ..errors import AssumptionError
+from ..graph.assumptions import (
     ASKED,
     HOOKS,
     TABLES,
@@ -21,14 +23,12 @@ from ..assumptions import (
     is_there,
     read,
 )
-from ..compat import autocast_kinds
-from ..errors import AssumptionError
-from ..graph import resolve
-from ..ir import Program, Traced
-from ..rebind import use_current
-from ..replication import registered
+from ..graph.binding import use_current
+from ..graph.ir import Program, Traced
+from ..graph.nodes import resolve
+from ..modules.callbacks import registered
+from ..modules.seen import changeable, contents, same_contents
 from ..saving.skeleton import Skeleton
-from ..seen import changeable, contents, same_contents
 from .halves import can_be_halved
 
 _MISSING = object()

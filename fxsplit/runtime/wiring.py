@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..flow import parameter_chains
-from ..graph import region_modules
-from ..ir import Program, Stage
-from ..ops import checkpoint, transfer
+from ..graph.flow import parameter_chains
+from ..graph.ir import Program, Stage
+from ..graph.nodes import region_modules
+from ..inserted.ops import checkpoint, transfer
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ import torch
 
 from ..compat import modes_in_force
 from ..errors import WorkerError
-from ..recompute import Around
+from ..inserted.recompute import Around
+from ..replicas.meeting import StoppedError
 from ..schedules.tape import Instruction, Tape
-from .meeting import StoppedError
 from .stuck import Stuck, look
 from .threads import settle_autocast, thread_state
 

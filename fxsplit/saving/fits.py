@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..errors import SerializeError
-from ..names import is_free
+from ..modules.names import is_free
 from .harmless import is_attribute, methods
 
 

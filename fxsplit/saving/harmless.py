@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import get_overridable_functions
 
-from .. import ops
-from ..callables import name_of, public_names
 from ..compat import OpOverload
+from ..inserted import ops
+from ..modules.callables import name_of, public_names
 
 # fmt: off
 _BUILTINS = (

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from ..batch import BatchDims
-from ..checkpoint import Where
-from ..code import StageModule, write
+from ..batch.dims import BatchDims
 from ..compat import classes_in, spec_to_text
 from ..errors import SerializeError
 from ..files import read_json, read_text
-from ..graph import ModuleMode, output_values, region_runs
-from ..ir import Assignment, NodeFacts, Program, Stage, Traced
-from ..plan import Plan
+from ..graph.code import StageModule, write
+from ..graph.ir import Assignment, NodeFacts, Program, Stage, Traced
+from ..graph.nodes import ModuleMode, output_values, region_runs
+from ..plan.checkpoint import Where
+from ..plan.plan import Plan
 from .skeleton import describe
 from .values import CannotEncodeError, encode, encode_signature, memory_of, sparse_parts
 

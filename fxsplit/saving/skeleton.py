@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..callables import name_of
 from ..compare import equal
 from ..compat import RNN_CACHES, restore_rnn, tree_leaves, tree_unflatten
 from ..errors import SerializeError
-from ..graph import is_within
-from ..ir import Traced
+from ..graph.ir import Traced
+from ..graph.nodes import is_within
+from ..modules.callables import name_of
 from .trust import Names
 from .values import CannotEncodeError, Decoder, encode
 

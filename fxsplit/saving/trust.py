@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..callables import name_of
 from ..errors import ArgumentError, SerializeError
-from ..reach import named_by
+from ..modules.callables import name_of
+from ..modules.reach import named_by
 from .harmless import harmless, operation
 
 _SHOWN = 20

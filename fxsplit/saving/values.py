@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..callables import name_of
 from ..errors import SerializeError
-from ..ir import TensorSpec
+from ..graph.ir import TensorSpec
+from ..modules.callables import name_of
 from ..trace.operations import FunctionCall
 from .trust import Names
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..actions import Action, Schedule
 from ..errors import ScheduleError
+from .schedule import Action, Schedule
 
 
 def gpipe(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..actions import Action, Schedule
 from ..errors import ScheduleError
+from .schedule import Action, Schedule
 from .tape import Instruction, Kind, Tape
 
 _KINDS: Mapping[str, Kind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
-from ..actions import Action
+from .schedule import Action
 
 Kind = Literal["forward", "loss", "backward", "inputs", "weights"]
 _LETTERS: Mapping[str, str] = dict(zip(get_args(Kind), "FLBIW", strict=True))

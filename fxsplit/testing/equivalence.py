@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..batch.merge import merged, shown, split_gradients
+from ..batch.scattered import Scattered
 from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
 from ..errors import ArgumentError, VerifyError
-from ..graph import first_difference, structure
-from ..microbatch import merged, shown, split_gradients
-from ..replicate.scattered import Scattered
-from ..runtime.pipeline import Pipeline
-from ..state import preserved
+from ..graph.nodes import first_difference, structure
+from ..modules.state import preserved
+from ..pipeline import Pipeline
 
 
 def graphs_equal(a: fx.Graph, b: fx.Graph) -> tuple[bool, str]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
 from ..compat import Interpreter
 from ..errors import ModelError, TraceError, VerifyError
-from ..ir import Traced
+from ..graph.ir import Traced
+from ..modules.state import preserved
 from ..proof.numerics import ModelFailsError, verify_numerics
-from ..state import preserved
 
 
 class BakedInError(TraceError):

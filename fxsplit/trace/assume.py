@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ..assumptions import (
+from ..graph.assumptions import (
     LOOKUPS,
     MODEL_WIDE,
     TABLES,
@@ -16,8 +16,8 @@ from ..assumptions import (
     attribute_tensors,
     is_there,
 )
-from ..graph import is_within
-from ..seen import MISSING
+from ..graph.nodes import is_within
+from ..modules.seen import MISSING
 from .capture import Capture, Request
 
 

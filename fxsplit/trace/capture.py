@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from ..compat import TreeSpec
 from ..errors import ArgumentError
-from ..graph import is_within
-from ..seen import Seen
-from ..signature import Signature
-from ..state import preserved
+from ..graph.nodes import is_within
+from ..graph.signature import Signature
+from ..modules.seen import Seen
+from ..modules.state import preserved
 from .source import error_line
 
 

@@ -29,10 +29,16 @@ from ..compat import (
     unflatten_outputs,
 )
 from ..errors import TraceError
-from ..graph import resolve
-from ..ir import Source
-from ..ops import guard
-from ..state import attributes_of, changed_attributes, preserved, python_random_state, same_python_random
+from ..graph.ir import Source
+from ..graph.nodes import resolve
+from ..inserted.ops import guard
+from ..modules.state import (
+    attributes_of,
+    changed_attributes,
+    preserved,
+    python_random_state,
+    same_python_random,
+)
 from .capture import Capture, Request, Taken
 from .reads import reads_of_a_run
 from .source import is_the_users

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .. import effects
 from ..compare import equal
 from ..compat import Interpreter, storage_key, tree_leaves, tree_map
-from ..graph import resolve
-from ..ir import NodeFacts, TensorSpec
-from ..reach import Reach, objects_in, reach
-from ..state import (
+from ..graph import effects
+from ..graph.ir import NodeFacts, TensorSpec
+from ..graph.nodes import resolve
+from ..modules.reach import Reach, objects_in, reach
+from ..modules.state import (
     Snapshot,
     attributes_of,
     changed_attributes,

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..assumptions import ASKS_FOR_GRAD
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
 from ..compat import transforms_left
 from ..errors import ArgumentError, FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
-from ..graph import resolve, run_under, structure
-from ..ir import NodeFacts, Traced
-from ..names import local_names
-from ..signature import Signature
-from ..state import preserved
+from ..graph.assumptions import ASKS_FOR_GRAD
+from ..graph.ir import NodeFacts, Traced
+from ..graph.nodes import resolve, run_under, structure
+from ..graph.signature import Signature
+from ..modules.names import local_names
+from ..modules.state import preserved
 from .accept import BakedInError, accept, holds_for_other_rows
 from .assume import assumed
 from .by_value import GivenTracer, as_compiled, as_eager

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import ArgumentError, TraceError
-from ..graph import ModuleMode, is_within, resolve, structure
-from ..state import preserved
+from ..graph.nodes import ModuleMode, is_within, resolve, structure
+from ..modules.state import preserved
 from .capture import Capture, FrontEnd, Request
 
 Modes = tuple[bool, ...]

@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from torch import fx
 
-from ..ir import Source
+from ..graph.ir import Source
 
 
 def with_the_users_names(graph: fx.Graph) -> fx.Graph:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..batch import BatchDims
+from ..batch.dims import BatchDims
 from ..compat import Interpreter
 from ..errors import GuardError
-from ..ir import Traced
-from ..ops import guard
+from ..graph.ir import Traced
+from ..inserted.ops import guard
 from .capture import Capture
 
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..assumptions import CALLER
 from ..compat import function_apply, functorch_levels, sdpa_switches, tree_leaves
+from ..graph.assumptions import CALLER
 from .reads import Reads
 from .refusal import CannotInlineError
 from .source import is_ours

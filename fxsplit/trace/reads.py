@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..assumptions import HOOKS
 from ..compat import transforms_left
-from ..seen import HEAP_CLASS, is_opaque
+from ..graph.assumptions import HOOKS
+from ..modules.seen import HEAP_CLASS, is_opaque
 from .capture import Request, Taken
 from .source import is_ours
 

@@ -11,7 +11,7 @@ import types
 
 import torch
 
-from ..ir import Source
+from ..graph.ir import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep

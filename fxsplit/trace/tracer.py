@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ..assumptions import ASKED, global_hooks
 from ..compat import last_node, storage_key, transforms_left, tree_leaves
-from ..ops import guard
-from ..replication import callbacks_of
-from ..seen import Seen, seen
-from ..state import (
+from ..graph.assumptions import ASKED, global_hooks
+from ..inserted.ops import guard
+from ..modules.callbacks import callbacks_of
+from ..modules.seen import Seen, seen
+from ..modules.state import (
     attributes_of,
     changed_attributes,
     python_random_state,

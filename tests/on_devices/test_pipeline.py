@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxsplit
+from fxsplit.schedules.catalog import NAMES
 from tests.models import MODELS, build
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
 MIXED = ["cpu", "sim:1", "cpu"]
-SCHEDULES = {s: {"workers": 3} if s.startswith(("inter", "breadth")) else {} for s in fxsplit.plan.SCHEDULES}
+SCHEDULES = {s: {"workers": 3} if s.startswith(("inter", "breadth")) else {} for s in NAMES}
 
 
 def leaves(tree):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import AnomalyError
-from ...ir import Stage
+from ...graph.ir import Stage
 from ...schedules.tape import Instruction
 from ..anomaly import is_bad
 from ..call import Call, Owned, Record

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ...compat import tree_leaves
-from ...ir import Stage
-from ...ops import Computing
-from ...replicate.replicas import Replica
-from ...rng import Stream, seeded
+from ...graph.ir import Stage
+from ...inserted.ops import Computing
+from ...inserted.random import Stream, seeded
+from ...replicas.replicas import Replica
 from ...schedules.tape import Instruction
 from ..anomaly import run_watched
 from ..call import Call, Record

@@ -1,0 +1,1 @@
+"""Cut a batch into micro-batches, and put together what they give."""

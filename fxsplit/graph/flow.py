@@ -1,0 +1,50 @@
+"""What travels between the stages of a program: values forward, and gradients back along their readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..plan.checkpoint import Checkpoint
+from ..schedules.lower import Flow
+from .ir import Program
+
+
+def flow_of(program: Program, checkpoint: Checkpoint) -> Flow:
+    """What travels between the stages of a program.
+
+    Args:
+        checkpoint: the plan's policy: what writes to buffers writes again where it is computed again.
+    """
+    made_by, readers = program.producers(), program.readers()
+    writing = frozenset(s.index for s in program.stages if s.writes)
+    return Flow(
+        len(program.stages),
+        [(made_by[v], *readers[v]) for v in made_by if made_by[v] >= 0],
+        [
+            *(readers[v] for v in made_by if made_by[v] < 0),
+            *parameter_chains(program).values(),
+            *_chains_of_aliases(program, made_by, readers),
+        ],
+        outputs=frozenset(made_by[v] for v in program.outputs if isinstance(v, str)) - {-1},
+        in_turn=writing | {s.index for s in program.stages if s.stateful},
+        again_in_turn=writing if checkpoint.anything else frozenset(),
+    )
+
+
+def parameter_chains(program: Program) -> dict[str, list[int]]:
+    """Parameter FQN → the stages that read it, in execution order; the first one owns its gradient."""
+    chains: dict[str, list[int]] = {}
+    for stage in program.stages:
+        for fqn in stage.parameters:
+            chains.setdefault(fqn, []).append(stage.index)
+    return chains
+
+
+def _chains_of_aliases(
+    program: Program, made_by: Mapping[str, int], readers: Mapping[str, Sequence[int]]
+) -> list[list[int]]:
+    """Where one tensor crosses cuts under several names, the stages that read any of them."""
+    groups: dict[str, set[int]] = {}
+    for name, first in program.aliases.items():
+        groups.setdefault(first, {*readers.get(first, ())}).update(readers.get(name, ()))
+    return [[s for s in (made_by[first], *sorted(group)) if s >= 0] for first, group in groups.items()]

@@ -1,0 +1,1 @@
+"""What generated code calls beside torch: transfer, checkpoint, guard; recomputation and random numbers."""

@@ -1,0 +1,1 @@
+"""Losses of micro-batches that are the loss of the whole batch."""
