@@ -14,8 +14,9 @@ from torch import nn
 
 import fxsplit
 from fxsplit.batch.merge import sizes
-from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime import play
+from fxsplit.schedules.catalog import NAMES as SCHEDULES
+from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from tests.models import build
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules, weighed_plans
 

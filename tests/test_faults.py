@@ -21,8 +21,9 @@ from torch import nn
 import fxsplit
 from fxsplit.batch.merge import sizes
 from fxsplit.errors import WorkerError
-from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
 from fxsplit.runtime import worker
+from fxsplit.schedules.catalog import NAMES as SCHEDULES
+from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from fxsplit.schedules.schedule import Action
 
 STAGES, MICRO_BATCHES, ROWS, WIDTH = 3, 4, 9, 6

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit.inserted.random import Stream, draw_base_seed
-from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
+from fxsplit.schedules.catalog import NAMES as SCHEDULES
+from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 
 
 def plan_for(schedule, stages=2, **more):

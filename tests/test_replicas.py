@@ -12,7 +12,8 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan, errors
 from fxsplit.batch.merge import sizes
-from fxsplit.plan.plan import SCHEDULES, SHARED_WORKERS
+from fxsplit.schedules.catalog import NAMES as SCHEDULES
+from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules
 from tests.test_engine import of_all, oracle
 
