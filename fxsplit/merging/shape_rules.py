@@ -173,7 +173,6 @@ def _padded(pair: Pair) -> Dependence:
         "_fft_r2c",
         "_fft_c2r",
         "_fft_c2c",
-        "renorm",
     ),
 )
 def _along(pair: Pair) -> Dependence:
@@ -185,6 +184,16 @@ def _along(pair: Pair) -> Dependence:
     if given.state.dim in dimensions(asked, len(given.shape)):
         return Unknown("rows change their order") if pair.name in _ORDERS else Mixed(MEET)
     return given.state if not given.state.divided or pair.name in ("flip", "roll") else Mixed(COMPUTED)
+
+
+@rule("renorm")
+def _renorm(pair: Pair) -> Dependence:
+    """For every place along one dimension by itself, over all the others."""
+    given = pair.operands[0].state
+    alone = isinstance(given, Rows) and dimensions(pair.argument("dim"), len(pair.operands[0].shape)) == {
+        given.dim
+    }
+    return given if alone else Mixed(MEET)
 
 
 _ORDERS = ("flip", "roll", "sort", "argsort", "topk")  # which another operation may put right again
