@@ -212,3 +212,38 @@ def test_with_one_cut_every_plan_draws_the_same(schedule, replicas):
         torch.manual_seed(5)
         seen.append(pipe.step_with_output(x, loss_fn=lambda y: y.square().mean(), reduction="mean")[1])
     assert torch.equal(*seen)
+
+
+class Norm(nn.BatchNorm1d):
+    """A class of somebody's: nobody knows what it draws."""
+
+
+class Attends(nn.Module):
+    """A module, attention and a custom operation, all of which may draw, and do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), Norm(4)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = nn.functional.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0]
+        h = self.norm(self.b(h))
+        return h + torch.ops.fxsplit_tests.doubled(h.detach())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_may_draw_and_does_not_leaves_the_generator(training, micro_batches):
+    library = torch.library.Library("fxsplit_tests", "DEF")
+    library.define("doubled(Tensor x) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+    library.impl("doubled", lambda x: x * 2, "CompositeExplicitAutograd")
+    try:
+        model, x = Attends().train(training), torch.randn(4, 4, 8)
+        plan = fxsplit.Plan(stages=2, micro_batches=micro_batches)
+        pipe = fxsplit.compile(model, plan, example_args=(x,))
+        before = torch.get_rng_state()
+        pipe(x).sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+    finally:
+        library._destroy()

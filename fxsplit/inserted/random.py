@@ -60,8 +60,11 @@ class BaseSeed:
 
     def of(self, micro_batch: int, stage: int) -> int:
         """The seed of one micro-batch of one stage."""
-        self._used = True
         return stage_seed(self._value, micro_batch, stage)
+
+    def use(self) -> None:
+        """Something was drawn with it."""
+        self._used = True
 
     def settle(self) -> None:
         """The end of what may draw first. (Who has drawn meanwhile, in a thread of his own, keeps what he has drawn.)"""
@@ -114,15 +117,19 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         states: of the generators, by device; a device that is new starts from `seed`.
         seed: makes the seed of the stream, when it is drawn from.
+        drawn: called when something was; operations that may draw need not.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, seed: Callable[[], int], states: dict[torch.device, torch.Tensor] | None = None
+        self,
+        seed: Callable[[], int],
+        states: dict[torch.device, torch.Tensor] | None = None,
+        drawn: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.seed, self.states = seed, dict(states or {})
+        self.seed, self.states, self.drawn = seed, dict(states or {}), drawn
 
     @classmethod
     def current(cls) -> Self | None:
@@ -132,7 +139,8 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def copy(self) -> Stream:
         """A stream that will draw what this one will draw."""
-        return Stream(self.seed, {device: state.clone() for device, state in self.states.items()})
+        states = {device: state.clone() for device, state in self.states.items()}
+        return Stream(self.seed, states, self.drawn)
 
     def __enter__(self) -> Self:
         _ENTERED.__dict__.setdefault("streams", []).append(self)
@@ -162,13 +170,17 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 generator.set_state(self.states[device])
             else:
                 generator.manual_seed(seed)
+            first = generator.get_state()
             _ENTERED.lends = True  # the operation of an inner stream comes by at the outer ones
             try:
                 yield
             finally:
                 _ENTERED.lends = False
-                self.states[device] = generator.get_state()
+                now = generator.get_state()
                 generator.set_state(theirs)
+                if not torch.equal(first, now):
+                    self.states[device] = now
+                    self.drawn()
 
 
 _ENTERED = threading.local()
@@ -181,7 +193,9 @@ def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
         return True
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    known = func._schema.arguments
+    given = {a.name: a.default_value for a in known}
+    given |= dict(zip((a.name for a in known), args, strict=False)) | kwargs
     generator = given.get("generator")
     return (generator is None or is_default(generator)) and given.get("dropout_p") != 0.0
 

@@ -52,8 +52,9 @@ def random_numbers(call: Call, stage: Stage, i: int) -> contextlib.AbstractConte
     """Those of one micro-batch, in a call that draws."""
     assert call.seed is not None
     if stage.rng_state:  # a checkpoint of the user's saves and restores the default generator's own state
+        call.seed.use()
         return seeded(call.seed.of(i, stage.index), stage.device)
-    return Stream(functools.partial(call.seed.of, i, stage.index))
+    return Stream(functools.partial(call.seed.of, i, stage.index), drawn=call.seed.use)
 
 
 def _inputs(call: Call, stage: Stage, i: int) -> dict[str, Any]:
