@@ -1,4 +1,12 @@
-"""Which runs of a stage's nodes may be computed twice."""
+"""Which runs of a stage's nodes may be computed twice.
+
+::
+
+    stage       a   b   add_  c   d   draw  e      add_ writes to what b gave, in place
+    may be      [   b   add_  c   d   draw  e ]    one run: all that sees the write is in it
+    with c not  [a] ·   ·     ·  [d   draw  e ]    a group that ends between add_ and a reader: b, add_ and c stay out
+    kept        what enters a run; the numbers that it drew; the buffers that it wrote, as they were
+"""
 
 from __future__ import annotations
 

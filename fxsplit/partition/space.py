@@ -2,7 +2,13 @@
 
 A stage is an interval ``[a, b)`` of the order. What it counts once, such as the bytes of its parameters or of the
 values that enter it, is a difference of two prefix sums and a correction for the items that are needed on both sides
-of ``a``. For fixed ``a`` the correction is a step function of ``b`` with a step for each of them.
+of ``a``. For fixed ``a`` the correction is a step function of ``b`` with a step for each of them::
+
+    order    u0  u1  u2  u3  u4  u5            p is read by u1, u3 and u4, and counts in a stage once
+    p             p ······ p   p
+    [0, 3)   └────1────┘                       sum of first readers in [0, 3): 1
+    [2, 5)           └───────1────┘            no first reader in [2, 5): + 1, from b = 4 on, where u3 is inside
+    [2, 3)           └0┘                       nothing yet: the step has not come
 """
 
 from __future__ import annotations
