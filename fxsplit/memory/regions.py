@@ -2,10 +2,10 @@
 
 ::
 
-    stage       a   b   add_  c   d   draw  e      add_ writes to what b gave, in place
-    may be      [   b   add_  c   d   draw  e ]    one run: all that sees the write is in it
-    with c not  [a] ·   ·     ·  [d   draw  e ]    a group that ends between add_ and a reader: b, add_ and c stay out
-    kept        what enters a run; the numbers that it drew; the buffers that it wrote, as they were
+    stage          a   b   add_   c   d        add_ writes to what b gave, in place; c reads it
+    one group     [a   b   add_   c   d]       one run: computed again, it writes to its own b
+    two groups    [a   b]  add_  [c   d]       add_ would write to another run's b once more: it stays out
+    kept           what enters a run, the state of generators there, the buffers that it writes, as they were
 """
 
 from __future__ import annotations
