@@ -17,8 +17,7 @@ import fxsplit
 from fxsplit import Plan
 from fxsplit.errors import BatchError, EffectError, FxsplitError, GradientError, PlanError
 from fxsplit.graph.effects import DRAWING
-
-from .strategies import EXAMPLES, compiled_with_fewer
+from tests.strategies import EXAMPLES, compiled_with_fewer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*than for the whole batch")
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ from fxsplit.proof.inline import inline
 from fxsplit.proof.structure import verify_structure
 from fxsplit.trace.front import trace
 from tests.models import MODELS, build
-from tests.test_placement import MAPS
+from tests.partition.test_placement import MAPS
 
 PLANS = [fxsplit.Plan(stages=3), fxsplit.Plan(stages=2)]
 

@@ -258,7 +258,7 @@ def test_a_module_used_twice_and_shared_under_two_names():
 def test_every_node_knows_its_module_and_the_users_line():
     traced = trace(Outer(shapes), (torch.randn(3, 4),), {})
     facts = [traced.facts[n.name] for n in traced.graph.nodes if n.op.startswith("call")]
-    assert all(f.source.short.startswith("test_trace.py:") for f in facts)
+    assert all(f.source.short.startswith("test_tracer.py:") for f in facts)
     assert {f.module_path for f in facts} == {"first", "inner", "inner.lin", "last"}
     assert all(str(f.value) for f in facts)
 
@@ -341,7 +341,7 @@ def test_a_module_that_is_written_for_one_batch_size_stays_whole():
 
 
 def test_a_model_that_is_written_for_one_batch_size_is_right_for_that_one():
-    with pytest.warns(UserWarning, match=r"batches of 3 rows only: .*test_trace.py:"):
+    with pytest.warns(UserWarning, match=r"batches of 3 rows only: .*test_tracer.py:"):
         pipe = fxsplit.compile(Unrolled(), fxsplit.Plan(stages=2), example_args=(torch.randn(3, 4),))
     assert "torch.export" in pipe.traced.report()
     assert_equivalent(pipe.unsplit(), pipe, torch.randn(3, 4))

@@ -289,9 +289,7 @@ def test_a_copy_that_fails_does_not_leave_the_caller_waiting_for_the_others(whic
         Fails.which = None
     notes = caught.value.__notes__
     assert any(f"replica {which} of 3" in note for note in notes)
-    assert any(
-        "waits for a copy that has failed" in note and "test_replication.py:" in note for note in notes
-    )
+    assert any("waits for a copy that has failed" in note and "test_copies.py:" in note for note in notes)
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     with pytest.raises(errors.ArgumentError, match="copies of a module still wait"):
         pipe(X)
@@ -572,7 +570,7 @@ def test_a_copy_that_waits_for_those_that_have_finished(monkeypatch, way, passes
     with pytest.raises(errors.WorkerError, match="not called equally often") as caught:
         pipe(X)
     assert f"stage 1.{min(does)}, at action 1F{min(does)}: " in str(caught.value)
-    assert "test_replication.py:" in str(caught.value)
+    assert "test_copies.py:" in str(caught.value)
     with pytest.raises(errors.ArgumentError, match="copies of a module still wait"):
         pipe(X)
     ended(bell, 2)

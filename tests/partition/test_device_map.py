@@ -27,8 +27,8 @@ from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
 from tests.models import MODELS, ResNet, build
+from tests.partition.test_placement import run_fake, stages_of, transfers
 from tests.strategies import batches, modules
-from tests.test_placement import run_fake, stages_of, transfers
 
 WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 X = (torch.ones(3, 4),)
@@ -721,7 +721,7 @@ for name in ("gpt", "resnet", "tied_head", "experts"):
 
 
 def test_code_and_placement_are_the_same_bytes_in_every_process():
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     runs = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT],

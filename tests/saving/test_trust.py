@@ -15,7 +15,7 @@ from torch import nn
 import fxsplit
 from fxsplit import errors
 from fxsplit.testing import assert_equivalent
-from tests.test_capture import Scaled
+from tests.trace.test_capture import Scaled
 
 HOSTILE_NAMES = [
     "os:system", "posix:system", "subprocess:run", "subprocess:Popen", "builtins:eval", "builtins:exec", "builtins:open",
@@ -29,7 +29,7 @@ HOSTILE_NAMES = [
     "torch.nn.functional:importlib.import_module", "torch.nn.functional:warnings.warn", "torch.nn.parallel:DataParallel",
     "operator:methodcaller", "operator:attrgetter", "operator:call", "functools:partial", "functools:reduce", "math:__loader__",
     "importlib:import_module", "pickle:loads", "shutil:rmtree", "pathlib:Path.unlink", "antigravity:geohash", "this:s",
-    "tests.test_hostile_folders:wipe", "tests.test_hostile_folders:os.system", "fxsplit:load", "fxsplit.loading:load",
+    "tests.saving.test_trust:wipe", "tests.saving.test_trust:os.system", "fxsplit:load", "fxsplit.loading:load",
     "fxsplit.saving.save:save_code", "", ":", "os", "torch", "builtins", "builtins:", "..:x", "\x00:x", "torch:nn..x", "é:ñ",
 ]  # fmt: skip
 done = []
@@ -155,7 +155,7 @@ def test_a_name_that_is_not_the_models_is_neither_imported_nor_called(name, tmp_
             next(r for r in bad["model"]["modules"] if r[3])[3] = {"class": name, "attributes": {}}
             source = model.state_dict()
         write(tmp_path, bad)
-        trust = ["tests.test_capture", "tests.test_hostile_folders:Pair"] if place == "module" else []
+        trust = ["tests.trace.test_capture", "tests.saving.test_trust:Pair"] if place == "module" else []
         with pytest.raises(errors.SerializeError):
             fxsplit.load(tmp_path, source, trust=trust)
     assert set(sys.modules) == modules and not done
@@ -166,23 +166,23 @@ def test_the_error_says_what_to_type_and_that_works(tmp_path):
     with pytest.raises(errors.SerializeError) as caught:
         fxsplit.load(tmp_path, model.state_dict())
     trust = caught.value.remedy.partition("trust=")[2].rstrip(")")
-    assert trust == '["tests.test_capture:Scaled", "tests.test_hostile_folders:Pair"]'
+    assert trust == '["tests.trace.test_capture:Scaled", "tests.saving.test_trust:Pair"]'
     loaded = fxsplit.load(tmp_path, model.state_dict(), trust=json.loads(trust))
     model.eval(), loaded.eval()
     assert_equivalent(model, loaded, torch.randn(5, 4))
-    first_call(data)["target"] = {"function": "tests.test_hostile_folders:wipe"}
+    first_call(data)["target"] = {"function": "tests.saving.test_trust:wipe"}
     write(tmp_path, data)
-    with pytest.raises(errors.SerializeError, match=r'trust=\["tests\.test_hostile_folders:wipe"\]'):
+    with pytest.raises(errors.SerializeError, match=r'trust=\["tests\.saving\.test_trust:wipe"\]'):
         fxsplit.load(tmp_path, model)
     with pytest.raises(errors.SerializeError, match="is not the code"):  # trusted, and looked up
-        fxsplit.load(tmp_path, model, trust=["tests.test_hostile_folders"])
+        fxsplit.load(tmp_path, model, trust=["tests.saving.test_trust"])
     for wrong in ("tests", [3], None, [""]):
         with pytest.raises(errors.ArgumentError, match="trust="):
             fxsplit.load(tmp_path, model, trust=wrong)
     for other in (
-        "tests.test_hostile",
-        "tests.test_hostile_folders:wip",
-        "tests.test_hostile_folders:wipe.x",
+        "tests.saving.test_tr",
+        "tests.saving.test_trust:wip",
+        "tests.saving.test_trust:wipe.x",
     ):
         with pytest.raises(errors.SerializeError, match=r"wipe\"\]"):
             fxsplit.load(tmp_path, model, trust=[other])

@@ -8,7 +8,7 @@ import pytest
 
 import fxsplit
 from tests.models import MODELS, build
-from tests.test_placement import MAPS, stages_of
+from tests.partition.test_placement import MAPS, stages_of
 
 
 def text_of(name, plan):
@@ -40,7 +40,7 @@ def test_stage_code_with_transfers(name, golden):
 
 def test_bytes_are_the_same_in_every_process(golden):
     script = (
-        "from tests.test_golden import text_of\nfrom tests.models import MODELS\nimport fxsplit\n"
+        "from tests.codegen.test_golden import text_of\nfrom tests.models import MODELS\nimport fxsplit\n"
         "for name in MODELS:\n"
         "    for checkpoint in ('never', 'always'):\n"
         "        print(text_of(name, fxsplit.Plan(stages=3, micro_batches=2, checkpoint=checkpoint)))\n"

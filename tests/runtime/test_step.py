@@ -17,8 +17,8 @@ from fxsplit.batch.merge import sizes
 from fxsplit.errors import ArgumentError
 from fxsplit.runtime.instructions import PLAYS
 from tests.models import build
+from tests.runtime.test_call import Faulty
 from tests.strategies import batches, modules, weighed_plans
-from tests.test_runtime import Faulty
 
 ROWS, CLASSES = 9, 5
 

@@ -16,7 +16,7 @@ import fxsplit
 from fxsplit import errors
 from fxsplit.testing import assert_equivalent
 from tests.models import MODELS, build
-from tests.test_capture import Blocks, OtherOutputs, ReadsASize, Scaled
+from tests.trace.test_capture import Blocks, OtherOutputs, ReadsASize, Scaled
 
 
 def compiled(model, args, **fields):
@@ -101,7 +101,9 @@ def test_a_bit_of_everything(by, tmp_path):
         loaded = fxsplit.load(tmp_path, model)
     else:
         loaded = fxsplit.load(
-            tmp_path, model.state_dict(), trust=["tests.test_saving", "tests.test_capture:Scaled"]
+            tmp_path,
+            model.state_dict(),
+            trust=["tests.saving.test_saving", "tests.trace.test_capture:Scaled"],
         )
     for mode in (True, False):
         model.train(mode), loaded.train(mode)
@@ -222,7 +224,7 @@ class Pairs(nn.Module):
 def test_namedtuples(tmp_path):
     model, pair = Pairs(), Pair(torch.randn(4, 4), torch.randn(4, 4))
     compiled(model, (pair,), stages=2).save_code(tmp_path)
-    for source, trust in ((model, []), (model.state_dict(), ["tests.test_saving:Pair"])):
+    for source, trust in ((model, []), (model.state_dict(), ["tests.saving.test_saving:Pair"])):
         loaded = fxsplit.load(tmp_path, source, trust=trust)
         assert_equivalent(model, loaded, pair)
         assert type(loaded(pair)) is Pair
