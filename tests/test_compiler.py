@@ -3,9 +3,7 @@ parameters in forward is as it was all the same."""
 
 import contextlib
 import copy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit
 from fxsplit import Plan
-
-ROOT = Path(__file__).parent.parent
+from tests.helpers import run_python
 
 PEAK = """
 import resource
@@ -34,8 +31,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / wei
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is in kilobytes on Linux")
 def test_a_compile_without_checks_makes_no_copy_of_the_weights():
-    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.6, done.stdout
+    assert float(run_python(PEAK)) < 0.6
 
 
 class Matmuls(TorchDispatchMode):
@@ -155,7 +151,5 @@ assert warnings.filters == filters, [f for f in warnings.filters if f not in fil
 def test_a_compile_leaves_no_thread_and_no_filter_of_warnings(how, tmp_path):
     runs = [how, "load"] if how == "compile" else [how]
     for run in runs:
-        command = [sys.executable, "-c", LEFT, str(tmp_path / "split"), run]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "torch.export" in done.stdout or run != "export"
+        said = run_python(LEFT, tmp_path / "split", run)
+        assert "torch.export" in said or run != "export"

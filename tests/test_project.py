@@ -5,14 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import fxsplit
 from fxsplit.__main__ import main
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "fxsplit").rglob("*.py"))
 
 

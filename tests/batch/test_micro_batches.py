@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
+from fxsplit import Plan
 from fxsplit.batch.merge import Merge, sizes
 from fxsplit.errors import BatchError
 
@@ -238,3 +239,27 @@ def test_outputs_without_names_are_merged_too():
     pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=3), example_args=(x,))
     assert type(pipe(x)) is Unnamed
     torch.testing.assert_close(pipe(x)["sample"], model(x)["sample"])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_argument_that_is_not_split_gets_the_gradients_of_all_micro_batches(schedule):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, table):
+            return self.b(torch.tanh(self.a(x) @ table)) * table.sum()
+
+    model, x = Table().double(), torch.randn(6, 4).double()
+    plan = Plan(stages=2, micro_batches=3, schedule=schedule, batch_dims={"table": None})
+    pipe = fxsplit.compile(model, plan, example_args=(x, torch.randn(4, 4).double()))
+    tables = [torch.randn(4, 4).double().requires_grad_() for _ in range(2)]
+    tables[1].data.copy_(tables[0])
+
+    def loss(y, t):
+        return (y * t).sum()
+
+    pipe.step(x, tables[0], target=x, loss_fn=loss, reduction="sum")
+    loss(model(x, tables[1]), x).backward()
+    torch.testing.assert_close(tables[0].grad, tables[1].grad)

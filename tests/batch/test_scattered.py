@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import fxsplit
 from fxsplit.errors import GradientError
 from fxsplit.testing import assert_equivalent
+from tests.helpers import ramp
 from tests.models import MODELS, build
 
 
@@ -57,10 +58,6 @@ def test_repr():
         == "Scattered(3 parts: 2 rows on cpu, 2 rows on cpu, 1 row on cpu)"
     )
     assert repr(made(model)(torch.randn(1, 4))) == "Scattered(1 part: 1 row on cpu)"
-
-
-def ramp(t):
-    return torch.linspace(-1, 1, t.numel()).reshape(t.shape)
 
 
 def backward(tensors, gradients):

@@ -1,12 +1,9 @@
 """The generated code and tables, as files that a reviewer reads. Rewrite with ``pytest --update-golden``."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import fxsplit
+from tests.helpers import run_python
 from tests.models import MODELS, build
 from tests.partition.test_placement import MAPS, stages_of
 
@@ -47,9 +44,5 @@ def test_bytes_are_the_same_in_every_process(golden):
     )
     texts = []
     for seed in ("0", "1", "4711"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-        )
-        texts.append(done.stdout)
+        texts.append(run_python(script, PYTHONHASHSEED=seed))
     assert texts[0] and texts[0] == texts[1] == texts[2]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxsplit
+from fxsplit import Plan
 from fxsplit.inserted.random import Stream, draw_base_seed
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
@@ -212,3 +213,32 @@ def test_with_one_cut_every_plan_draws_the_same(schedule, replicas):
         torch.manual_seed(5)
         seen.append(pipe.step_with_output(x, loss_fn=lambda y: y.square().mean(), reduction="mean")[1])
     assert torch.equal(*seen)
+
+
+class Masks(nn.Module):
+    """Gives the masks of three dropouts, two of them in one stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Dropout(0.5) for _ in range(3))
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        one, two = self.a(x), self.b(x)
+        x = x + 0 * self.first(one)
+        return one, two, self.c(x) + 0 * self.second(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_every_draw_of_every_micro_batch_and_stage_has_a_mask_of_its_own(schedule):
+    x = torch.ones(6, 64)
+    plan = Plan(cut=["c"], micro_batches=3, schedule=schedule)
+    pipe = fxsplit.compile(Masks(), plan, example_args=(x,))
+    assert len(pipe) == 2
+    masks = [part for out in pipe(x) for part in out.split(2)] + [
+        part for out in pipe(x) for part in out.split(2)
+    ]
+    assert len(masks) == 2 * 3 * 3
+    for i, mask in enumerate(masks):
+        assert 0.3 < (mask != 0).float().mean() < 0.7
+        assert all(not torch.equal(mask, other) for other in masks[:i])

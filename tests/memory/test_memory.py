@@ -12,6 +12,7 @@ import fxsplit
 from fxsplit import Budget, errors
 from fxsplit.demo.gpt import GPT
 from fxsplit.testing import assert_equivalent
+from tests.helpers import compiled
 
 IDS = torch.randint(0, 32, (8, 32), generator=torch.Generator().manual_seed(0))
 
@@ -19,10 +20,6 @@ IDS = torch.randint(0, 32, (8, 32), generator=torch.Generator().manual_seed(0))
 def deep():
     torch.manual_seed(0)
     return GPT(32, width=32, layers=24, heads=4, context=32)
-
-
-def compiled(model, args, **fields):
-    return fxsplit.compile(model, fxsplit.Plan(**fields), example_args=args)
 
 
 POLICIES = {

@@ -3,11 +3,7 @@
 import copy
 import itertools
 import json
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from fxsplit.partition.written import fewest_keys
 from fxsplit.proof.structure import verify_structure
 from fxsplit.testing import assert_equivalent
 from fxsplit.trace.front import trace
+from tests.helpers import run_python
 from tests.models import MODELS, ResNet, build
 from tests.partition.test_placement import run_fake, stages_of, transfers
 from tests.strategies import batches, modules
@@ -721,18 +718,8 @@ for name in ("gpt", "resnet", "tied_head", "experts"):
 
 
 def test_code_and_placement_are_the_same_bytes_in_every_process():
-    root = Path(__file__).parent.parent.parent
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            cwd=root,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "2")
-    ]
-    assert runs[0].count(b"def forward") >= 12 * 2
+    runs = [run_python(SCRIPT, PYTHONHASHSEED=seed) for seed in ("0", "1", "2")]
+    assert runs[0].count("def forward") >= 12 * 2
     assert runs[0] == runs[1] == runs[2]
 
 

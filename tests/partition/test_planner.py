@@ -367,3 +367,37 @@ def test_replicas_on_unequal_devices_are_bounded_and_exact():
         assert lower_bound(problem) <= least * (1 + 1e-9)
         assert planned.exact and planned.lightest == pytest.approx(least)
         assert planned.bottleneck <= least * SLACK * (1 + 1e-9)
+
+
+def chain_of_units(works, *slots):
+    """Units one after the other, a stage on each slot."""
+    moves = (*(((i + 1, slot),) for i, slot in enumerate(slots)), ())
+    before = tuple((u - 1,) if u else () for u in range(len(works[0])))
+    return Problem(works, (), (), (), before, moves, (len(slots),))
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"),
+    [
+        (chain_of_units(((1.0,) * 8,), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))), 2.0),
+        (
+            chain_of_units(((1.0, 1.0, 5.0, 1.0),), *(Slot(0, Weights(1.0), devices=(d,)) for d in range(4))),
+            5.0,
+        ),
+        (
+            chain_of_units(
+                ((1.0,) * 8, (3.0,) * 8), *(Slot(d, Weights(1.0), devices=(d,)) for d in range(2))
+            ),
+            6.0,
+        ),
+        (
+            chain_of_units(
+                ((4.0,) * 6,), Slot(0, Weights(0.5), devices=(0, 1)), Slot(0, Weights(1.0), devices=(2,))
+            ),
+            8.0,
+        ),
+    ],
+    ids=["shared evenly", "the heaviest unit", "unequal devices", "replicas"],
+)
+def test_the_bound_of_the_planner_is_as_high_as_work_alone_says(problem, bound):
+    assert lower_bound(problem) == pytest.approx(bound)

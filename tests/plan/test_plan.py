@@ -129,3 +129,35 @@ def test_other_rows_of_devices_are_counted_anew():
     plan = fxsplit.Plan(devices=[["cpu", "cpu"]])
     assert plan.replace(devices=[["cpu"] * 3]).replicas == (3,)
     assert plan.replace(devices="cpu").replicas == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"schedule": "interleaved_1f1b", "stages": 4}, "workers= is not set"),
+        ({"schedule": "1f1b", "stages": 4, "workers": 2}, "a worker for each stage"),
+        ({"schedule": 5}, "is no schedule"),
+        ({"schedule": "pipedream"}, "is not known"),
+        ({"schedule": "OWN", "stages": 3, "micro_batches": 2}, "asks for 3 stages, but schedule= plays 2"),
+        ({"schedule": "OWN", "stages": 2, "micro_batches": 3}, "micro_batches=3, but schedule= plays 2"),
+        ({"schedule": "OWN", "stages": 2, "micro_batches": 2, "replicas": 2}, "lists its own workers"),
+        ({"schedule": "OWN", "stages": 2, "micro_batches": 2, "workers": 2}, "lists its own workers"),
+        ({"detect_anomaly": "all"}, "detect_anomaly='all' is not known"),
+        ({"deferred_batch_norm": 1}, "is not True or False"),
+    ],
+)
+def test_what_a_plan_cannot_mean(fields, said):
+    own = fxsplit.Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(fxsplit.errors.PlanError, match=said):
+        fxsplit.Plan(**{k: own if v == "OWN" else v for k, v in fields.items()})
+
+
+def test_devices_of_workers_are_those_of_their_stages():
+    plan = fxsplit.Plan(stages=4, devices=["cuda:0", "cuda:1"], schedule="interleaved_1f1b")
+    assert plan.workers == 2 and plan.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+    assert fxsplit.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_one_device_for_each_worker_even_if_they_are_the_same():
+    plan = fxsplit.Plan(stages=4, schedule="breadth_first", devices=["cpu", "cpu"])
+    assert plan.workers == 2 and plan.devices == ("cpu",) * 4

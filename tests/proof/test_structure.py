@@ -1,18 +1,20 @@
 """The structural proof: damage of every kind is caught by the rule that is there for it."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import fxsplit
+from fxsplit import Plan
 from fxsplit.codegen.emit import generate
 from fxsplit.inserted.ops import checkpoint, transfer
 from fxsplit.memory.regions import chosen_runs
 from fxsplit.partition.shared import partition_with_homes
 from fxsplit.proof.inline import inline
-from fxsplit.proof.structure import verify_structure
+from fxsplit.proof.structure import RULES, verify_structure
 from fxsplit.trace.front import trace
 from tests.models import MODELS, build
 from tests.partition.test_placement import MAPS
@@ -237,3 +239,37 @@ def test_assert_equivalent_can_fail():
     other = type(model)(12, width=16, layers=3, heads=2, context=16)
     with pytest.raises(fxsplit.errors.VerifyError, match="output 0 differs"):
         fxsplit.testing.assert_equivalent(other, pipe, *batch(4))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("n", torch.zeros(4))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return self.b(self.a(x)) * self.n
+
+
+def test_a_reader_of_a_buffer_after_its_last_write_is_in_the_writers_stage():
+    """The next micro-batch writes again, before or after another stage reads."""
+    model, x = Counts(), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, Plan(), example_args=(x,))
+    rule = next(rule for rule in RULES if rule.name == "effects-together")
+    assert not list(rule.check(model, pipe.traced, pipe.program))
+    (names,) = pipe.assignment.stages
+    at = names.index("b")
+    parts = (names[:at], names[at:])
+    cut = replace(
+        pipe.assignment,
+        stages=parts,
+        devices=pipe.assignment.devices * 2,
+        loads=pipe.assignment.loads * 2,
+        rows=pipe.assignment.rows * 2,
+    )
+    program = generate(model, pipe.traced, cut)
+    found = list(rule.check(model, pipe.traced, program))
+    assert found and all("in another stage" in violation.what for violation in found)
+    with pytest.raises(fxsplit.errors.PartitionError, match="cut"):
+        fxsplit.compile(model, Plan(cut=["b"]), example_args=(x,))

@@ -14,7 +14,7 @@ from fxsplit import Plan, errors
 from fxsplit.batch.merge import sizes
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
-from tests.runtime.test_engine import of_all, oracle
+from tests.helpers import of_all, oracle
 from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules
 
 

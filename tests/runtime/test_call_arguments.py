@@ -93,7 +93,7 @@ def cloned(x):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("how", [lambda x: x.add_(1), torch.relu_, zeroed, nn.ReLU(inplace=True)], ids=str)
+@pytest.mark.parametrize("how", WRITES.values(), ids=WRITES)
 def test_an_argument_that_forward_writes_to(how, micro_batches, schedule):
     """Eagerly an intermediate result gets another history. A pipeline cannot give it one, and says so before it runs."""
     plan = Plan(stages=2, micro_batches=micro_batches, schedule=schedule)

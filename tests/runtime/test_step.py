@@ -16,6 +16,7 @@ import fxsplit
 from fxsplit.batch.merge import sizes
 from fxsplit.errors import ArgumentError
 from fxsplit.runtime.instructions import PLAYS
+from tests.helpers import of_all, plan_for
 from tests.models import build
 from tests.runtime.test_call import Faulty
 from tests.strategies import batches, modules, weighed_plans
@@ -145,11 +146,6 @@ def _eager_step(model, args, rows, loss_fn):
             loss.backward()
         total, start = total + loss.detach(), start + n
     return total
-
-
-def of_all(output):
-    leaves = torch.utils._pytree.tree_leaves(output)
-    return sum(leaf.square().mean() for leaf in leaves if leaf.is_floating_point())
 
 
 @settings(max_examples=150)
@@ -488,3 +484,30 @@ def test_a_weighted_mean_of_the_models_own_is_refused_before_anything_runs(sched
     assert not seen and model.head.weight.grad is None
     gpipe = fxsplit.compile(model, plan.replace(schedule="gpipe", workers=None), example_args=(x, labels))
     torch.testing.assert_close(gpipe.step(x, labels, **call), model(x, labels))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_outputs_that_are_constants_and_losses_without_a_gradient(schedule):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"o": self.b(self.a(x)), "n": None, "k": 3, "s": "name"}
+
+    x = torch.randn(8, 4)
+    pipe = fxsplit.compile(Pair(), plan_for(schedule, 2, micro_batches=4), example_args=(x,))
+    _, output = pipe.step_with_output(x, loss_fn=lambda y: y["o"].square().mean(), reduction="mean")
+    assert output["n"] is None and output["k"] == 3 and output["s"] == "name" and output["o"].shape == (8, 3)
+    with pytest.raises(fxsplit.errors.GradientError, match="nothing that requires"):
+        pipe.step(x, loss_fn=lambda y: y["o"].detach().mean(), reduction="mean")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_of_a_model_that_lost_a_module_says_so(schedule):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(8, 4)
+    pipe = fxsplit.compile(model, plan_for(schedule, 2, micro_batches=2), example_args=(x,))
+    model[1] = nn.Identity()
+    with pytest.raises(fxsplit.errors.ArgumentError, match="compile again"):
+        pipe.step(x, loss_fn=lambda y: y.sum(), reduction="sum")

@@ -3,10 +3,8 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,12 +13,9 @@ from torch import nn
 import fxsplit
 from fxsplit import errors
 from fxsplit.testing import assert_equivalent
+from tests.helpers import Pair, compiled, run_python
 from tests.models import MODELS, build
 from tests.trace.test_capture import Blocks, OtherOutputs, ReadsASize, Scaled
-
-
-def compiled(model, args, **fields):
-    return fxsplit.compile(model, fxsplit.Plan(**fields), example_args=args)
 
 
 @dataclass
@@ -149,7 +144,7 @@ def test_another_process_computes_the_same_bits(tmp_path):
         "torch.save([out.detach(), *(p.grad for p in pipe.parameters())], folder + '/result.pt')\n"
         "assert not any(name.startswith('tests') or name.endswith('demo.gpt') for name in __import__('sys').modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    run_python(script)
     found = torch.load(tmp_path / "result.pt")
     output = pipe(*args)
     output.sum().backward()
@@ -207,11 +202,6 @@ def test_constants_and_recurrent_modules(tmp_path, monkeypatch):
     assert torch.equal(stage(x), model(x))
 
 
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
-
-
 class Pairs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,7 +214,7 @@ class Pairs(nn.Module):
 def test_namedtuples(tmp_path):
     model, pair = Pairs(), Pair(torch.randn(4, 4), torch.randn(4, 4))
     compiled(model, (pair,), stages=2).save_code(tmp_path)
-    for source, trust in ((model, []), (model.state_dict(), ["tests.saving.test_saving:Pair"])):
+    for source, trust in ((model, []), (model.state_dict(), ["tests.helpers:Pair"])):
         loaded = fxsplit.load(tmp_path, source, trust=trust)
         assert_equivalent(model, loaded, pair)
         assert type(loaded(pair)) is Pair
@@ -290,8 +280,7 @@ def test_bytes_are_the_same_in_every_process(tmp_path):
     texts = []
     for seed in ("0", "4711"):
         folder = tmp_path / seed
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", script, str(folder)], env=env, check=True)
+        run_python(script, folder, PYTHONHASHSEED=seed)
         texts.append({p.name: p.read_text() for p in folder.iterdir()})
     assert texts[0] == texts[1] and len(texts[0]) == 5
 

@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import textwrap
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch import nn
 import fxsplit
 from fxsplit import errors
 from fxsplit.testing import assert_equivalent
+from tests.helpers import ROOT, Pair, run_python
 from tests.trace.test_capture import Scaled
 
 HOSTILE_NAMES = [
@@ -39,11 +38,6 @@ def wipe(*args):
     """A function of the model's own file that its forward does not call."""
     done.append(args)
     return args[0]
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
 
 
 class Net(nn.Module):
@@ -155,7 +149,7 @@ def test_a_name_that_is_not_the_models_is_neither_imported_nor_called(name, tmp_
             next(r for r in bad["model"]["modules"] if r[3])[3] = {"class": name, "attributes": {}}
             source = model.state_dict()
         write(tmp_path, bad)
-        trust = ["tests.trace.test_capture", "tests.saving.test_trust:Pair"] if place == "module" else []
+        trust = ["tests.trace.test_capture", "tests.helpers:Pair"] if place == "module" else []
         with pytest.raises(errors.SerializeError):
             fxsplit.load(tmp_path, source, trust=trust)
     assert set(sys.modules) == modules and not done
@@ -166,7 +160,7 @@ def test_the_error_says_what_to_type_and_that_works(tmp_path):
     with pytest.raises(errors.SerializeError) as caught:
         fxsplit.load(tmp_path, model.state_dict())
     trust = caught.value.remedy.partition("trust=")[2].rstrip(")")
-    assert trust == '["tests.trace.test_capture:Scaled", "tests.saving.test_trust:Pair"]'
+    assert trust == '["tests.trace.test_capture:Scaled", "tests.helpers:Pair"]'
     loaded = fxsplit.load(tmp_path, model.state_dict(), trust=json.loads(trust))
     model.eval(), loaded.eval()
     assert_equivalent(model, loaded, torch.randn(5, 4))
@@ -428,7 +422,5 @@ def test_a_state_dict_needs_trust_for_the_classes_of_the_user(tmp_path):
             fxsplit.load(folder, torch.load(folder + "/state.pt"), trust=["hers:Gate"])(torch.ones(4, 4))
             assert "hers" in sys.modules
     """)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     for action in ("save", "load"):
-        command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "program"), action]
-        subprocess.run(command, check=True, env=env)
+        run_python(script, tmp_path / "program", action, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import fx, nn
 import fxsplit
 from fxsplit.testing import assert_equivalent, graphs_equal
 from fxsplit.trace.front import trace
+from tests.helpers import Pair
 
 
 def compiled(model, *args, stages=1, **kwargs):
@@ -177,11 +177,6 @@ def test_modules_with_a_replication_callback_stay_whole():
         nn.Sequential(nn.Sequential(Callback(4, 4)), nn.Linear(4, 4)), torch.randn(3, 4), stages=2
     )
     assert [n.target for n in pipe.traced.graph.nodes if n.op == "call_module"] == ["0.0", "1"]
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
 
 
 class Structured(nn.Module):
