@@ -141,32 +141,30 @@ def two_layers():
 
 
 ANY_ARGUMENT = {
-    "schedule_for": lambda two_layers, bad: two_layers.schedule_for(bad),
-    "pipe[...]": lambda two_layers, bad: two_layers[bad],
-    "Plan.load": lambda two_layers, bad: Plan.load(bad),
-    "Plan.save": lambda two_layers, bad: Plan().save(bad),
-    "measure_link": lambda two_layers, bad: fxsplit.measure_link(bad),
-    "measure_link from": lambda two_layers, bad: fxsplit.measure_link(bad, "cpu"),
-    "measure_link to": lambda two_layers, bad: fxsplit.measure_link("cpu", bad),
-    "measure_link bytes": lambda two_layers, bad: fxsplit.measure_link(
+    "schedule_for": lambda pipe, bad: pipe.schedule_for(bad),
+    "pipe[...]": lambda pipe, bad: pipe[bad],
+    "Plan.load": lambda pipe, bad: Plan.load(bad),
+    "Plan.save": lambda pipe, bad: Plan().save(bad),
+    "measure_link": lambda pipe, bad: fxsplit.measure_link(bad),
+    "measure_link from": lambda pipe, bad: fxsplit.measure_link(bad, "cpu"),
+    "measure_link to": lambda pipe, bad: fxsplit.measure_link("cpu", bad),
+    "measure_link bytes": lambda pipe, bad: fxsplit.measure_link(
         "cpu", "cpu", nbytes=bad if bad != 10**12 else None
     ),
-    "micro_batches": lambda two_layers, bad: two_layers.micro_batches(bad),
-    "run_whole": lambda two_layers, bad: two_layers.run_whole(bad),
-    "verify_micro_batches": lambda two_layers, bad: two_layers.verify_micro_batches(bad),
-    "register_action_hook": lambda two_layers, bad: two_layers.register_action_hook(bad),
-    "verify": lambda two_layers, bad: fxsplit.verify(bad),
-    "criterion": lambda two_layers, bad: two_layers.criterion(bad),
-    "from_csv": lambda two_layers, bad: fxsplit.Schedule.from_csv(bad),
-    "Schedule": lambda two_layers, bad: fxsplit.Schedule(bad),
-    "recompile": lambda two_layers, bad: two_layers.recompile(bad),
-    "step": lambda two_layers, bad: two_layers.step(bad, loss_fn=nn.MSELoss()),
-    "preview": lambda two_layers, bad: fxsplit.preview(bad),
-    "assert_equivalent": lambda two_layers, bad: fxsplit.testing.assert_equivalent(
-        bad, two_layers, torch.randn(4, 4)
-    ),
-    "assert_equivalent to": lambda two_layers, bad: fxsplit.testing.assert_equivalent(
-        two_layers.model, bad, torch.randn(4, 4)
+    "micro_batches": lambda pipe, bad: pipe.micro_batches(bad),
+    "run_whole": lambda pipe, bad: pipe.run_whole(bad),
+    "verify_micro_batches": lambda pipe, bad: pipe.verify_micro_batches(bad),
+    "register_action_hook": lambda pipe, bad: pipe.register_action_hook(bad),
+    "verify": lambda pipe, bad: fxsplit.verify(bad),
+    "criterion": lambda pipe, bad: pipe.criterion(bad),
+    "from_csv": lambda pipe, bad: fxsplit.Schedule.from_csv(bad),
+    "Schedule": lambda pipe, bad: fxsplit.Schedule(bad),
+    "recompile": lambda pipe, bad: pipe.recompile(bad),
+    "step": lambda pipe, bad: pipe.step(bad, loss_fn=nn.MSELoss()),
+    "preview": lambda pipe, bad: fxsplit.preview(bad),
+    "assert_equivalent": lambda pipe, bad: fxsplit.testing.assert_equivalent(bad, pipe, torch.randn(4, 4)),
+    "assert_equivalent to": lambda pipe, bad: fxsplit.testing.assert_equivalent(
+        pipe.model, bad, torch.randn(4, 4)
     ),
 }
 
@@ -180,9 +178,7 @@ def test_an_argument_of_another_kind_says_what_to_type(two_layers, call, bad):
 
 def test_a_stage_that_is_not_there(two_layers):
     for index in (2, -3, "0"):
-        with pytest.raises(
-            StageIndexError, match=r"the pipeline has 2 stages(?s:.*)pipe\[0\] … pipe\[1\]"
-        ):
+        with pytest.raises(StageIndexError, match=r"the pipeline has 2 stages(?s:.*)pipe\[0\] … pipe\[1\]"):
             two_layers[index]
     with pytest.raises(IndexError):
         two_layers[7]

@@ -35,14 +35,34 @@ def test_stage_code_with_transfers(name, golden):
     golden(f"{name}_device_map.txt", "\n\n".join(stage.code for stage in program.stages))
 
 
-def test_bytes_are_the_same_in_every_process(golden):
-    script = (
-        "from tests.codegen.test_golden import text_of\nfrom tests.models import MODELS\nimport fxsplit\n"
-        "for name in MODELS:\n"
-        "    for checkpoint in ('never', 'always'):\n"
-        "        print(text_of(name, fxsplit.Plan(stages=3, micro_batches=2, checkpoint=checkpoint)))\n"
-    )
-    texts = []
+ALL_BYTES = """
+import sys, torch, fxsplit
+from tests.codegen.test_golden import text_of
+from tests.models import MODELS, build
+
+torch.set_num_threads(1)
+for name in MODELS:
+    for checkpoint in ("never", "always"):
+        print(text_of(name, fxsplit.Plan(stages=3, micro_batches=2, checkpoint=checkpoint)))
+for name in ("gpt", "resnet", "tied_head", "experts"):
+    model, batch = build(name)
+    whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    for word in ("auto", "balanced_low_0", "sequential"):
+        limits = {f"cpu:{i}": whole * 6 // 10 for i in range(3)}
+        kept = ["Linear", "LayerNorm", "Conv2d"]
+        plan = fxsplit.Plan(device_map=word, max_memory=limits, no_split_module_classes=kept)
+        pipe = fxsplit.compile(build(name)[0], plan, example_args=batch(4), check=False)
+        print(word, pipe.hf_device_map, pipe.devices, *(stage.code for stage in pipe), sep="\\n")
+model, batch = build("two_tower")
+fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=batch(4)).save_code(sys.argv[1])
+"""
+
+
+def test_bytes_are_the_same_in_every_process(tmp_path):
+    """Code, tables, device maps and saved files, whatever order sets and dicts of hashes have."""
+    printed, saved = [], []
     for seed in ("0", "1", "4711"):
-        texts.append(run_python(script, PYTHONHASHSEED=seed))
-    assert texts[0] and texts[0] == texts[1] == texts[2]
+        printed.append(run_python(ALL_BYTES, tmp_path / seed, PYTHONHASHSEED=seed))
+        saved.append({p.name: p.read_text() for p in (tmp_path / seed).iterdir()})
+    assert printed[0].count("def forward") >= 12 * 3 + 12 * 2 and printed[0] == printed[1] == printed[2]
+    assert saved[0] == saved[1] == saved[2] and len(saved[0]) == 5

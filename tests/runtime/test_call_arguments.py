@@ -91,6 +91,14 @@ def cloned(x):
     return x.clone().add_(1)
 
 
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "relu_": torch.relu_,
+    "a slice": zeroed,
+    "ReLU(inplace=True)": nn.ReLU(inplace=True),
+}
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("how", WRITES.values(), ids=WRITES)

@@ -3,23 +3,18 @@
 import copy
 import functools
 import threading
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import fxsplit
-from fxsplit.batch.merge import sizes
 from fxsplit.errors import ArgumentError
 from fxsplit.runtime.instructions import PLAYS
-from tests.helpers import of_all, plan_for
+from tests.helpers import of_all, oracle, plan_for
 from tests.models import build
 from tests.runtime.test_call import Faulty
-from tests.strategies import batches, modules, weighed_plans
 
 ROWS, CLASSES = 9, 5
 
@@ -136,42 +131,6 @@ def test_a_loss_that_is_not_known_has_to_be_told(classifier):
     assert pipe.step(x, target=target, loss_fn=nn.MSELoss(), reduction="mean").dim() == 0
 
 
-def _eager_step(model, args, rows, loss_fn):
-    """Micro-batch after micro-batch, as an accumulating loop would do it."""
-    total = 0
-    start = 0
-    for n in rows:
-        loss = loss_fn(model(*(a[start : start + n] for a in args))) * (n / sum(rows))
-        if loss.requires_grad:
-            loss.backward()
-        total, start = total + loss.detach(), start + n
-    return total
-
-
-@settings(max_examples=150)
-@given(modules(), weighed_plans(), st.integers(1, 2), st.data())
-def test_a_step_is_bit_equal_to_accumulation(model, plan, inputs, data):
-    assume(not any(name == "view_add_" for name, _, _ in model.recipe))
-    plan = plan.replace(schedule="1f1b")
-    args = tuple(x.detach() for x in data.draw(batches(inputs, least=2 * plan.micro_batches)))
-    eager = copy.deepcopy(model)
-    rows = sizes(len(args[0]), plan.micro_batches)
-    try:
-        expected = _eager_step(eager, args, rows, of_all)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*than for the whole batch")
-            pipe = fxsplit.compile(model, plan, example_args=args)
-    except (RuntimeError, fxsplit.errors.FxsplitError):
-        assume(False)
-    assume(any(p.grad is not None for p in eager.parameters()))
-    loss = pipe.step(*args, loss_fn=of_all, reduction="mean")
-    torch.testing.assert_close(loss, expected)
-    for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
-    for (name, a), b in zip(model.named_buffers(), eager.buffers(), strict=True):
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "two_tower"])
 def test_real_models(name, checkpoint):
@@ -275,7 +234,7 @@ def test_a_failure_leaves_nothing_behind(stage, micro_batch, backward):
     model.disarm()
     twin = copy.deepcopy(model)
     pipe.step(x, loss_fn=of_all, reduction="mean")
-    _eager_step(twin, (x,), [2, 2, 2, 2], of_all)
+    oracle(twin, (x,), [2, 2, 2, 2], of_all)
     assert all(
         torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )

@@ -466,7 +466,7 @@ def test_eight_threads_call_one_pipeline_a_hundred_times(schedule):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_steps_leave_nothing_behind(schedule):
-    """No object, no thread, no memory. ``FXSPLIT_STEPS=10000`` for a long run."""
+    """No tensor, no object, no thread, no memory. ``FXSPLIT_STEPS=10000`` for a long run."""
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     plan = fxsplit.Plan(stages=2, micro_batches=2, schedule=schedule)
     x = torch.randn(128, 64)
@@ -481,7 +481,9 @@ def test_steps_leave_nothing_behind(schedule):
         statm, tasks = Path("/proc/self/statm"), Path("/proc/self/task")
         resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
         threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
-        return len(gc.get_objects()), threads, tracemalloc.get_traced_memory()[0], resident
+        objects = gc.get_objects()
+        tensors = sum(issubclass(type(o), torch.Tensor) for o in objects)
+        return tensors, len(objects), threads, tracemalloc.get_traced_memory()[0], resident
 
     steps(30)
     tracemalloc.start()
@@ -492,8 +494,8 @@ def test_steps_leave_nothing_behind(schedule):
         after = measured()
     finally:
         tracemalloc.stop()
-    objects, threads, traced, resident = (b - a for a, b in zip(before, after, strict=True))
-    assert objects < STEPS / 2 and threads <= 0
+    tensors, objects, threads, traced, resident = (b - a for a, b in zip(before, after, strict=True))
+    assert tensors <= 0 and objects < STEPS / 2 and threads <= 0
     assert (
         traced < 16 * STEPS + 2**16
     )  # bytes: less than the smallest object in each step, and Python's free lists
