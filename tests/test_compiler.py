@@ -29,6 +29,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / wei
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is in kilobytes on Linux")
 def test_a_compile_without_checks_makes_no_copy_of_the_weights():
     assert float(run_python(PEAK)) < 0.6
@@ -147,6 +148,7 @@ assert warnings.filters == filters, [f for f in warnings.filters if f not in fil
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "export"])
 def test_a_compile_leaves_no_thread_and_no_filter_of_warnings(how, tmp_path):
     runs = [how, "load"] if how == "compile" else [how]

@@ -48,7 +48,7 @@ def assert_same_state(a, b):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_bit_equal_to_eager(name, stages, count, checkpoint):
     model, batch = build(name)

@@ -94,6 +94,7 @@ def test_the_command_line_says_what_is_wrong(capsys):
     assert "devices= lists 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_python_dash_m():
     done = subprocess.run(
         [sys.executable, "-m", "fxsplit", "--help"], capture_output=True, text=True, check=True

@@ -65,6 +65,7 @@ def backward(tensors, gradients):
     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", MODELS)

@@ -12,6 +12,7 @@ from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from tests.helpers import LOSS, plan_for, two_norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])

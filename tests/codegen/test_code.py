@@ -228,6 +228,7 @@ SOURCES = [Line(1), Line(1), Line(2)]
 OPERATORS = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_written_without_recursion():
     """Python allows a thousand calls in each other; this program has a chain of two thousand operations."""
 

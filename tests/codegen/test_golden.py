@@ -58,6 +58,7 @@ fxsplit.compile(model, fxsplit.Plan(stages=3), example_args=batch(4)).save_code(
 """
 
 
+@pytest.mark.slow
 def test_bytes_are_the_same_in_every_process(tmp_path):
     """Code, tables, device maps and saved files, whatever order sets and dicts of hashes have."""
     printed, saved = [], []

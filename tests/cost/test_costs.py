@@ -96,6 +96,7 @@ def test_a_link_is_measured():
         fxsplit.measure_link("cpu", "cuda:99")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["params", "memory", "flops", "roofline", "time", odd_seconds])
 def test_every_cost_runs_and_can_be_given_back(cost, tmp_path):
     model = gpt()
@@ -145,6 +146,7 @@ def facts_of(pipe, name):
     return fxsplit.NodeCost(name, "", 0, 0, 0, 0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(modules(), st.data())
 def test_the_generated_stages_weigh_what_the_planner_said(model, data):
@@ -314,6 +316,7 @@ def memory_of(preview):
     return [s.memory for s in preview.assignment.forecast.stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", ["h.0", "h.1", "h.4"]])
 @pytest.mark.parametrize("states", [0, 2])
 def test_the_forecast_is_what_the_simulation_of_the_pipeline_says(checkpoint, states):
@@ -349,6 +352,7 @@ def test_a_memory_limit_moves_the_cut():
     assert f" of {limit / 1024:.1f} KiB" in str(tight)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would_help_and_it_does():
     model = gpt(8)
     plan = Plan(stages=2, cost="flops", devices=["cuda:0", "cuda:1"], micro_batches=2)
@@ -392,6 +396,7 @@ def test_inference_needs_no_gradients():
 # -- the meta device, and the command line ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "two_tower"])
 @pytest.mark.parametrize("cost", ["params", "memory", "flops", "roofline"])
 def test_a_model_on_the_meta_device_is_planned_alike(name, cost):
@@ -536,6 +541,7 @@ class Residual(nn.Module):
         return x + self.lin(x) * x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", ["mul", "attention", "sdpa", "leaf", "alias", "dropout", "identity"])

@@ -571,6 +571,7 @@ def test_the_fingerprint_holds_until_an_object_is_replaced():
 MUTATIONS = st.sampled_from([*(change for change, _ in CHANGES.values()), *HARMLESS.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @settings(deadline=None, max_examples=30)
 @given(st.lists(MUTATIONS, min_size=1, max_size=3))
@@ -636,6 +637,7 @@ TOGGLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toggle", TOGGLES)
 @pytest.mark.parametrize(("given", "by_value"), FRONT_ENDS.values(), ids=FRONT_ENDS)
 def test_a_flag_is_watched_whatever_front_end_captured_it(given, by_value, toggle):

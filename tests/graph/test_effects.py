@@ -771,6 +771,7 @@ def effectful(draw):
     return names, nn.Sequential(nn.Linear(4, 4), *(LAYERS[n]() for n in names))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(
     made=effectful(),

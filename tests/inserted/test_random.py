@@ -109,6 +109,7 @@ def test_a_step_without_random_numbers_leaves_the_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_pipeline_inside_of_another_and_one_in_a_loss():
     """Both draw; neither waits for the other."""
     x = torch.randn(8, 6)

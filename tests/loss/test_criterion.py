@@ -152,6 +152,7 @@ def test_the_loss_is_that_of_the_whole_batch(name, rows, micro_batches, replicas
         compare(scores(micro_batches, replicas), make(reduction), rows_of(rows), target(rows, [1, 3]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @settings(max_examples=2 * EXAMPLES)
 @given(

@@ -33,6 +33,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_deep_model_keeps_what_the_simulation_predicts(policy):
     pipe = compiled(deep(), (IDS,), stages=3, micro_batches=2, checkpoint=policy)

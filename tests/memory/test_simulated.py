@@ -57,6 +57,7 @@ def _kept_by_workers(pipe, step, monkeypatch):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_kept_is_what_was_simulated(schedule, checkpoint, monkeypatch):

@@ -101,7 +101,7 @@ def outputs_and_gradients(run, model, inputs):
     return [*outputs, *gradients]
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("checkpoint", ["never", pytest.param("always", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_outputs_and_gradients_are_the_whole_batches(name, checkpoint):
     torch.manual_seed(0)
@@ -277,6 +277,7 @@ class Chain(nn.Module):
         return ENDS[self.end](value * self.gate)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     operations=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=4),

@@ -144,6 +144,7 @@ def best_by_force(problem, order):
     return min(loads, default=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=2500)
 @given(problems())
 def test_the_heaviest_stage_is_the_lightest_there_is(problem):
@@ -168,6 +169,7 @@ def test_the_heaviest_stage_is_the_lightest_there_is(problem):
     assert min(again[e][0] for e in problem.ends if e in again) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(problems(), st.data())
 def test_among_the_light_cuts_the_penalties_are_smallest(problem, data):
@@ -199,6 +201,7 @@ def plain_step(loads, chains, replicas):
     return sum(loads)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(problems())
 def test_the_plan_is_within_the_slack_of_every_order_tried(problem):
@@ -273,6 +276,7 @@ def downset_best(problem, most=math.inf):
     return min((best[e][last] for e in problem.ends if last in best.get(e, {})), default=None)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(problems("traffic"))
 def test_no_partition_is_below_the_bound(problem):
@@ -299,6 +303,7 @@ def test_every_order_is_one_that_the_program_allows(problem):
     assert all(place[b] < place[u] for u, before in enumerate(problem.before) for b in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [30.0, 1000.0])
 @pytest.mark.parametrize("name", ["resnet", "unet", "two_tower"])
 def test_real_graphs_against_all_partitions(name, link):
@@ -331,6 +336,7 @@ def layered(works, slots):
     return Problem(works, values, parameters, (), before, moves, (len(slots),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [97, 200, 400, 3000])
 @pytest.mark.parametrize("place", [0.3, 0.5, 0.71])
 def test_what_fits_barely_is_found(n, place):

@@ -532,6 +532,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
 def test_damage_is_caught(damage):
     done = 0

@@ -38,6 +38,7 @@ HANDS_ON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("name", HANDS_ON)

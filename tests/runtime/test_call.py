@@ -276,6 +276,7 @@ def test_nothing_is_kept_without_gradients():
     assert pipe(*batch(4)).grad_fn is None
 
 
+@pytest.mark.slow
 def test_values_are_freed_when_their_last_reader_ran():
     alive = []
 
@@ -305,6 +306,7 @@ def test_the_callers_intra_op_threads_are_as_before():
     assert seen == [2]
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_at_once_with_a_live_pipeline():
     script = """
 import torch, fxsplit

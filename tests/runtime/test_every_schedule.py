@@ -28,6 +28,7 @@ def a_step(model, plan, seed=3, rows=9):
     return loss, output, [p.grad for p in model.parameters()], list(model.buffers()), torch.get_rng_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 def test_masks_and_gradients_depend_on_neither_schedule_nor_checkpoint(schedule, checkpoint):
@@ -49,6 +50,7 @@ def test_masks_and_gradients_depend_on_neither_schedule_nor_checkpoint(schedule,
         assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 def test_workers_and_one_thread_give_the_same_bits(schedule, checkpoint):
@@ -155,6 +157,7 @@ def pipelined(draw):
     return plan.replace(schedule=schedule, workers=workers)
 
 
+@pytest.mark.slow
 @settings(max_examples=7 * EXAMPLES)
 @given(modules(), pipelined(), st.integers(1, 2), st.data())
 def test_every_schedule_is_bit_equal_to_accumulation(model, plan, inputs, data):

@@ -208,6 +208,7 @@ LINE = next(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pair", "action", "inside"), cases(), indirect=["pair"])
 def test_any_action_may_fail(pair, action, inside):
     pipe, twin = pair
@@ -241,6 +242,7 @@ def compiled_plainly(schedule, checkpoint):
     return pipe, copy.deepcopy(pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_failure_after_any_action_of_any_schedule(schedule, checkpoint):
@@ -478,6 +480,7 @@ def run(tmp_path, script):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread's end can be seen from outside")
 def test_a_thread_that_the_system_ended(tmp_path):
     """Python itself takes such a thread for alive."""
@@ -507,6 +510,7 @@ print(torch.equal(pipe(torch.ones(4, 4)), before))
     assert run(tmp_path, script) == ["stage_1.0,_at_action_1F0", "True"]
 
 
+@pytest.mark.slow
 def test_fork_spawn_and_exit(tmp_path):
     """After a fork; in a spawned process; at the end, with an unfinished graph and a thread in the middle of a call."""
     script = """
@@ -545,6 +549,7 @@ if __name__ == "__main__":
     assert run(tmp_path, script) == ["0", "spawned", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline_that_nobody_holds_is_freed(schedule, fails):

@@ -433,6 +433,7 @@ class Whole(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_eight_threads_call_one_pipeline_a_hundred_times(schedule):
     """Every tenth call of each is a step."""
@@ -464,6 +465,7 @@ def test_eight_threads_call_one_pipeline_a_hundred_times(schedule):
     assert all(torch.equal(a, b) for a, b in zip(gradients(pipe), gradients(eager), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_steps_leave_nothing_behind(schedule):
     """No tensor, no object, no thread, no memory. ``FXSPLIT_STEPS=10000`` for a long run."""

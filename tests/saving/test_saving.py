@@ -113,6 +113,7 @@ def test_a_bit_of_everything(by, tmp_path):
         loaded(x, scale=3.0, mask=mask)
 
 
+@pytest.mark.slow
 def test_other_front_ends_and_modes(tmp_path):
     cases = [
         (OtherOutputs(), (torch.randn(4, 4),)),
@@ -128,6 +129,7 @@ def test_other_front_ends_and_modes(tmp_path):
                 assert_equivalent(model, loaded, *args)
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same_bits(tmp_path):
     model, batch = build("gpt")
     pipe = compiled(model, batch(4), stages=3, checkpoint="always")

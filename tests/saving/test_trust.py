@@ -114,6 +114,7 @@ class Watched:
 WATCHED = Watched()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_a_name_that_is_not_the_models_is_neither_imported_nor_called(name, tmp_path):
     model, data = saved(tmp_path)
@@ -291,6 +292,7 @@ def test_what_stands_in_the_place_of_a_file(tmp_path):
             fxsplit.load(tmp_path, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, value",
     [
@@ -329,6 +331,7 @@ def test_numbers_and_sizes_that_no_program_has(path, value, tmp_path):
     assert set(sys.modules) == modules
 
 
+@pytest.mark.slow
 def test_every_value_of_a_file_may_be_anything(tmp_path):
     """Types, lengths, names and numbers, at every place of a program: an error of ours, or a pipeline that is proven."""
     model, data = saved(tmp_path)
@@ -396,6 +399,7 @@ def _rules(pipe):
     return [f"{rule.name}: holds" for rule in RULES]
 
 
+@pytest.mark.slow
 def test_a_state_dict_needs_trust_for_the_classes_of_the_user(tmp_path):
     """In a process that has not imported them: nothing is imported before the user has said so."""
     (tmp_path / "hers.py").write_text(

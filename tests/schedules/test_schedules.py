@@ -174,7 +174,7 @@ def length(schedule, stages, m):
     return max(end for _, end in timeline(tape, lambda x: 2 if x.kind == "backward" else 1))
 
 
-@pytest.mark.parametrize("p", range(2, 17))
+@pytest.mark.parametrize("p", [2, 3, 4, *(pytest.param(p, marks=pytest.mark.slow) for p in range(5, 17))])
 def test_bubbles_are_the_published_formulas(p):
     """The time beyond 3 v m forwards: 3 (p - 1) for all that keep backward in one, (p - 1) for those in two."""
     for m in range(1, 65):

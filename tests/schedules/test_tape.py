@@ -226,6 +226,7 @@ def check_slices(tape, schedule):
             done.add(x.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_tape_says_what_has_to_be_done_before(loss):
     met = 0

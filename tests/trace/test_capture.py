@@ -447,6 +447,7 @@ class ReadsASize(nn.Module):
         return self.b(h.new_zeros(count, 4).index_add(0, index, h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [True, False])
 def test_export_is_the_second_front_end(start):
     model = ReadsASize().train(start)

@@ -60,6 +60,7 @@ def export_mean(m, x, idx):
     return m.b(m.a(x).sum(1) / x.shape[1]) * (int(idx.max()) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [export_branch, export_loop, export_mean])
 @pytest.mark.parametrize("length", [1, 5])
 def test_what_export_decides_by_sizes_is_guarded(function, length):

@@ -288,6 +288,7 @@ def test_a_single_row_example_with_batch_normalisation():
         pipe(torch.randn(5, 4))
 
 
+@pytest.mark.slow
 def test_compile_from_four_threads():
     failures = []
 
