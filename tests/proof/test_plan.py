@@ -31,7 +31,7 @@ def normed():
 
 def test_a_plan_that_refuses_its_own_example_is_refused():
     with pytest.raises(
-        BatchError, match=r"micro-batches of 1 row of the example's 5 rows.*test_proof_of_plans"
+        BatchError, match=r"micro-batches of 1 row of the example's 5 rows.*test_plan"
     ) as caught:
         fxsplit.compile(OneRow(), Plan(stages=2, micro_batches=4), example_args=(torch.randn(5, 4),))
     assert "micro_batches=2" in str(caught.value)  # and that works:
@@ -47,7 +47,7 @@ def test_a_size_that_the_model_does_not_take_is_refused():
 
 def test_a_short_last_batch_names_its_size_and_micro_batch():
     pipe = fxsplit.compile(OneRow(), Plan(stages=2, micro_batches=4), example_args=(torch.randn(8, 4),))
-    with pytest.raises(GuardError, match="test_proof_of_plans") as caught:
+    with pytest.raises(GuardError, match="test_plan") as caught:
         pipe(torch.randn(5, 4))
     assert "micro-batch 1 of 4 (1 row)" in caught.value.__notes__[0]
 

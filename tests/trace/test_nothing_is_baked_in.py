@@ -156,7 +156,7 @@ def test_a_rank_that_depends_on_sizes():
     model = Base(squeezes)
     pipe = compiled(model)
     assert_equivalent(model, pipe, torch.randn(7, 4))
-    with pytest.raises(errors.GuardError, match="test_honest"):
+    with pytest.raises(errors.GuardError, match="test_nothing_is_baked_in"):
         pipe(torch.randn(1, 4))
 
 
