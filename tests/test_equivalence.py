@@ -46,7 +46,9 @@ def assert_same_state(a, b):
         assert torch.equal(p, q), f"buffer {name}"
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize(
+    "checkpoint", ["never", "always", pytest.param("except_last", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", MODELS)
@@ -68,6 +70,7 @@ def test_bit_equal_to_eager(name, stages, count, checkpoint):
         pipe.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_are_bit_equal_too(name):
     model, batch = build(name)

@@ -66,6 +66,7 @@ def test_private_names_of_torch_live_in_one_module():
                 assert "._" not in node.module, (path, node.module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -45,6 +45,7 @@ def close(a, b, what):
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last", ["n1", "c2", "n2"]])
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "replicas"), [(1, 3, 1), (2, 7, 1), (2, 4, [2, 1]), (3, 2, 2)]
@@ -250,6 +251,7 @@ class Twice(nn.Module):
         return self.norm(x) + self.norm(x * x) + self.once(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 2, 7])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("way", ["sync", "deferred", "deferred, in turn"])

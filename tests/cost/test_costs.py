@@ -256,6 +256,7 @@ def test_a_faster_device_gets_more():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [None, 1, 2, 3])
 def test_stages_and_replicas_are_picked_together(stages):
     model = gpt()
@@ -680,6 +681,7 @@ def test_replicas_do_not_help_what_is_one_micro_batch():
     )  # 2 of the 5 on one worker
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_rows_are_as_many_as_rows():
     def planned(m, schedule):
         plan = Plan(stages=2, cost="memory", checkpoint="always", micro_batches=m, schedule=schedule)
@@ -696,6 +698,7 @@ def test_the_memory_error_names_the_device_that_is_too_small():
         fxsplit.preview(gpt(), plan, example_args=(IDS,))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_recomputation_are_weighed_as_they_are():
     model = Small()
     plan = Plan(stages=1, cost="memory", optimizer_states=2)

@@ -163,6 +163,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_an_error_and_recompile_cures_it(name):
     model, pipe = made()
@@ -210,6 +211,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_does_not_count_is_no_error(name):
     model, pipe = made()
@@ -337,6 +339,7 @@ ASKED = {
 
 
 # torch 2.9 leaves a checkpoint by its generator, which the error still holds, and complains that it is late
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*_checkpoint_without_reentrant_generator")
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -155,6 +155,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", SCHEDULES, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_region_is_recomputed_on_copies_of_what_it_writes(kind, more):

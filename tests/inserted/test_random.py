@@ -79,6 +79,7 @@ class Drops(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_several_steps_draw_the_same_and_leave_the_same_state(schedule, checkpoint):
@@ -201,6 +202,7 @@ class Sampled(nn.Module):
         return self.decode(self.mean(h) + torch.randn(x.shape[0], 3) * self.spread(h))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_one_cut_every_plan_draws_the_same(schedule, replicas):

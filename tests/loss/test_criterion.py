@@ -142,6 +142,7 @@ def rows_of(count):
     return torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "micro_batches"), [(5, 2), (9, 4), (1, 4)])

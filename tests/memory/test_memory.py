@@ -67,6 +67,7 @@ class Odd(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [["blocks.0"], ["blocks.1", "blocks.2.0"], lambda p, m: isinstance(m, nn.BatchNorm1d), Budget(2600)],

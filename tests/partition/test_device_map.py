@@ -596,6 +596,7 @@ def test_an_index_without_an_accelerator_is_refused_at_compile():
 # -- words and the program -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("word", ["auto", "sequential"])
 def test_every_model_runs_and_its_map_makes_it_again(name, word):
@@ -683,6 +684,7 @@ def test_a_tied_weight_inside_of_a_module_that_stays_whole_in_both_modes():
     assert pipe.active is pipe.other_mode
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(modules(), batches(1), st.sampled_from(WORDS), st.lists(st.integers(4, 20), min_size=2, max_size=3))
 def test_words_on_random_programs(model, batch, word, tenths):

@@ -48,6 +48,7 @@ def transfers(program):
     return [n for s in program.stages for n in s.module.graph.nodes if n.target is transfer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS)
 def test_a_device_map_runs_bit_equal(name):
     model, batch = build(name)

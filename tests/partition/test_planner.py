@@ -286,6 +286,7 @@ def test_no_partition_is_below_the_bound(problem):
     assert planned.bottleneck >= least - 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(problems())
 def test_every_order_is_one_that_the_program_allows(problem):
@@ -319,6 +320,7 @@ def test_real_graphs_against_all_partitions(name, link):
     assert least * (1 - 1e-9) <= planned.bottleneck <= least * SLACK / WORTH_REORDERING
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(problems())
 def test_the_bound_is_one_for_every_kind_of_problem(problem):
@@ -352,6 +354,7 @@ def test_what_fits_barely_is_found(n, place):
     assert planned is not None and planned.cut.starts == (0, cut)
 
 
+@pytest.mark.slow
 def test_replicas_on_unequal_devices_are_bounded_and_exact():
     """Where the bound was too high, the search ended too early, and said that it was exact."""
     n, kinds = 120, ((1.0, 4.0), (4.0, 1.0), (1.0, 1.0, 3.0))

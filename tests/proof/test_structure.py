@@ -31,6 +31,7 @@ def made(name="gpt", plan=PLANS[0], checkpoints=False):
     return model, traced, program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_program_obeys_every_rule(name, checkpoints):

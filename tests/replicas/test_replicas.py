@@ -63,6 +63,7 @@ def test_replicas_are_bit_equal_to_accumulation(model, plan, inputs, data):
     fxsplit.testing.assert_equivalent(copy.deepcopy(twin), pipe, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize(("rows", "replicas"), [(5, 2), (9, 4), (1, 4)])
 @pytest.mark.parametrize(

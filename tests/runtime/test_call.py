@@ -65,6 +65,7 @@ def faulty():
     return model, fxsplit.compile(model, plan, example_args=(torch.randn(8, 4),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("micro_batch", range(4))
 @pytest.mark.parametrize("stage", range(3))
@@ -399,6 +400,7 @@ def alive(shape):
     return len({t.untyped_storage().data_ptr() for t in found})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "step"])
 def test_values_and_gradients_are_freed_when_they_have_been_used(schedule, grad):

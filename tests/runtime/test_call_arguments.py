@@ -99,6 +99,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("how", WRITES.values(), ids=WRITES)

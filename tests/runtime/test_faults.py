@@ -273,6 +273,7 @@ def test_a_failure_after_any_action_of_any_schedule(schedule, checkpoint):
         assert equal(state(pipe), state(twin))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "action", "inside"),
     [c for c in cases() if (c.values[1].stage, c.values[1].micro_batch) in {(0, 0), (1, 2), (2, 3)}],

@@ -70,6 +70,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")
 @pytest.mark.parametrize("replicas", [1, [2, 1, 3]])
 @pytest.mark.parametrize("name", LOSSES)
@@ -131,6 +132,7 @@ def test_a_loss_that_is_not_known_has_to_be_told(classifier):
     assert pipe.step(x, target=target, loss_fn=nn.MSELoss(), reduction="mean").dim() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "two_tower"])
 def test_real_models(name, checkpoint):
@@ -209,6 +211,7 @@ def test_parameters_of_the_loss_get_gradients(classifier):
     torch.testing.assert_close(loss.scale.grad, (classifier(x) - target).square().mean().detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("micro_batch", [0, 1, 3])

@@ -68,6 +68,7 @@ def everything():
     return model, pipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["model", "state_dict"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_loaded_computes_the_same(name, by, tmp_path):

@@ -111,6 +111,7 @@ def _wrote(x):
     return total.sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", DATA.values(), ids=DATA)
 def test_3_what_depends_on_data_is_never_baked_in(function):
     model = inside(function)
@@ -465,6 +466,7 @@ def test_export_is_the_second_front_end(start):
             assert_equivalent(model, pipe, torch.randn(n, 4), torch.randint(0, n, (n,)))
 
 
+@pytest.mark.slow
 def test_regions_of_an_exported_graph_are_regions_of_the_split():
     def forward(m, x):
         with torch.no_grad():
