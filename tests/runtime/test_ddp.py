@@ -12,11 +12,12 @@ from torch import distributed, multiprocessing, nn
 import fxsplit
 from fxsplit import Plan, errors
 
-pytestmark = pytest.mark.slow  # two processes
-
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="torch without gloo"
-)
+pytestmark = [
+    pytest.mark.slow,  # two processes
+    pytest.mark.skipif(
+        not distributed.is_available() or not distributed.is_gloo_available(), reason="torch without gloo"
+    ),
+]
 
 
 # Two processes --------------------------------------------------------------------------------------------------------
