@@ -21,6 +21,11 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(items):
+    """Slow tests begin first: with several processes, the short ones are left for whoever has nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def one_thread_and_no_leftovers():
     # a shell lets what it starts in the background ignore SIGINT; some tests interrupt themselves

@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fxsplit
+from tests.helpers import ramp
 from tests.models import MODELS, build
 
 
@@ -22,17 +23,13 @@ def micro_batches(args, count):
     return chunks
 
 
-def gradient(t):
-    return torch.linspace(-1, 1, t.numel()).reshape(t.shape)
-
-
 def eager(model, args, count):
     """Outputs of micro-batches in order, then their backwards in the same order."""
     chunks = micro_batches(args, count)
     outputs = [tree_leaves(model(*chunk)) for chunk in chunks]
     merged = [torch.cat(values) if len(values) > 1 else values[0] for values in zip(*outputs, strict=True)]
     pieces = [
-        gradient(m).split([v.shape[0] for v in vs])
+        ramp(m).split([v.shape[0] for v in vs])
         for m, vs in zip(merged, zip(*outputs, strict=True), strict=True)
     ]
     for row, grads in zip(outputs, zip(*pieces, strict=True), strict=True):
@@ -49,9 +46,11 @@ def assert_same_state(a, b):
         assert torch.equal(p, q), f"buffer {name}"
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize(
+    "checkpoint", ["never", "always", pytest.param("except_last", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_bit_equal_to_eager(name, stages, count, checkpoint):
     model, batch = build(name)
@@ -65,12 +64,13 @@ def test_bit_equal_to_eager(name, stages, count, checkpoint):
         output = pipe(*args)
         for a, b in zip(expected, tree_leaves(output), strict=True):
             assert torch.equal(a, b)
-        torch.autograd.backward(tree_leaves(output), [gradient(t) for t in tree_leaves(output)])
+        torch.autograd.backward(tree_leaves(output), [ramp(t) for t in tree_leaves(output)])
         assert_same_state(reference, model)
         reference.zero_grad()
         pipe.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_are_bit_equal_too(name):
     model, batch = build(name)
@@ -82,7 +82,7 @@ def test_replicas_are_bit_equal_too(name):
         expected = eager(reference, args, 5)
         output = pipe(*args)
         assert all(torch.equal(a, b) for a, b in zip(expected, tree_leaves(output), strict=True))
-        torch.autograd.backward(tree_leaves(output), [gradient(t) for t in tree_leaves(output)])
+        torch.autograd.backward(tree_leaves(output), [ramp(t) for t in tree_leaves(output)])
         assert_same_state(reference, model)
         reference.zero_grad()
         pipe.zero_grad()

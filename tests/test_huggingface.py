@@ -159,6 +159,7 @@ def greedy(prefill, decode, ids, count):
     return torch.cat(found, 1), out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", CACHES)
 def test_prefill_and_decode_give_the_models_tokens(name, micro_batches):

@@ -11,6 +11,7 @@ from tests import sim
 FILES = sorted((Path(__file__).parent / "on_devices").glob("test_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sim.missing() is not None, reason=str(sim.missing()))
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_on_devices(path, request):

@@ -5,14 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import fxsplit
 from fxsplit.__main__ import main
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "fxsplit").rglob("*.py"))
 
 
@@ -67,6 +66,7 @@ def test_private_names_of_torch_live_in_one_module():
                 assert "._" not in node.module, (path, node.module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,6 +95,7 @@ def test_the_command_line_says_what_is_wrong(capsys):
     assert "devices= lists 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_python_dash_m():
     done = subprocess.run(
         [sys.executable, "-m", "fxsplit", "--help"], capture_output=True, text=True, check=True

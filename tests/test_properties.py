@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ def _min_rows(model):
     return 2 if any(isinstance(m, torch.nn.BatchNorm1d) for m in model.modules()) else 1
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(st.data(), modules(), weighed_plans(), st.integers(1, 2))
 def test_split_equals_eager(data, model, plan, inputs):
@@ -52,6 +54,7 @@ def test_split_equals_eager(data, model, plan, inputs):
     assert all(p.grad is None for p in pipe.parameters())
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 4)
 @given(modules(), plans(micro_batches=1), batches(1, least=4))
 def test_two_processes_of_compilation_agree(model, plan, args):
