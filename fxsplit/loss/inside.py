@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..batch.merge import Merge, merged
+from ..batch.merge import Merges, merged
 from ..compat import TreeSpec, tree_leaves, tree_map, tree_unflatten
 from ..inserted.random import BaseSeed, Stream
 from .check import leaves_of
 from .losses import STEP, LossInParts
-from .said import compare, gradients_of, loss_of_the_whole
+from .said import compare, gradients_of, loss_of_the_whole, what_counts
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -92,7 +92,7 @@ class LossInside:
             self._seed = BaseSeed()
         return self._seed.of(i, stages)
 
-    def check_said(self, merges: Sequence[Merge], target: Any) -> None:
+    def check_said(self, merges: Merges, target: Any) -> None:
         """Compare a loss whose reduction the user says with the loss of the whole batch.
 
         Raises:
@@ -125,6 +125,10 @@ class LossInside:
             for v, m in zip(self.outputs, made, strict=True)
         ]
 
+    def rows(self) -> list[list[Any]]:
+        """The flat outputs of each micro-batch."""
+        return [self.values[i] for i in range(len(self.values))]
+
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""
         losses = [self.losses[i] for i in range(len(self.losses))]
@@ -138,6 +142,34 @@ class LossInside:
             if terms:
                 sums.append((tensor, sum(terms[1:], terms[0])))
         return sums
+
+
+class Said:
+    """What was compared last of losses whose reduction the user says."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+
+    def check_of(self, loss: LossInside, merges: Merges, target: Any) -> Callable[[], None]:
+        """What compares the loss of a step, if it has not been compared for such targets yet."""
+        parts = loss.loss
+        if parts.reduction.over != "said":
+            return _nothing_to_compare
+        code = getattr(parts.loss_fn, "__code__", parts.loss_fn)
+        key = (code, parts.reduction.how, what_counts(parts.targets, parts.rows))
+        if key == self._key:
+            return _nothing_to_compare
+        loss.keeps = True
+
+        def check() -> None:
+            loss.check_said(merges, target)
+            self._key = key
+
+        return check
+
+
+def _nothing_to_compare() -> None:
+    return None
 
 
 def _leaf(value: Any) -> Any:
