@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,25 +68,33 @@ class LossInside:
         """
         with self._turns, torch.enable_grad():
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
-            with self.around(), Stream(lambda: self._seed_of(i, stages)):
-                part = self.loss(i, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
+            part = self._part(i, stages, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
-            wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
-            others = [t for t in leaves_of(part) if id(t) not in wanted]
+            wanted: dict[int, torch.Tensor] = {}
+            for leaf in itertools.chain.from_iterable(leaves.values()):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    wanted[id(leaf)] = leaf
             found: dict[int, torch.Tensor | None] = {}
             if part.requires_grad:
-                every = [*wanted.values(), *others]
+                every = {**wanted, **leaves_of(part)}
                 # The graph behind a target that came with one is there for the next micro-batch.
-                gradients = torch.autograd.grad(part, every, retain_graph=True, allow_unused=True)
-                found = {id(t): g for t, g in zip(every, gradients, strict=True)}
-            for t in others:
-                self._others.setdefault(id(t), (t, {}))[1][i] = found[id(t)]
+                gradients = torch.autograd.grad(part, [*every.values()], retain_graph=True, allow_unused=True)
+                found = dict(zip(every, gradients, strict=True))
+                for key, tensor in itertools.islice(every.items(), len(wanted), None):
+                    self._others.setdefault(key, (tensor, {}))[1][i] = found[key]
             self.losses[i] = part.detach()
             self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
             self.differentiable = self.differentiable or part.requires_grad
             if self.keeps:
                 self.of_outputs[i] = {k: found.get(id(v)) for k, v in enumerate(flat) if _has_grad(v)}
-        return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
+        return {v: list(map(found.get, map(id, row))) for v, row in leaves.items()}
+
+    def _part(self, i: int, stages: int, output: Any) -> torch.Tensor:
+        """The loss of a micro-batch. Of those that are known, none draws random numbers or calls anybody."""
+        if self.loss.reduction.over != "said":
+            return self.loss(i, output)
+        with self.around(), Stream(lambda: self._seed_of(i, stages)):
+            return self.loss(i, output)
 
     def _seed_of(self, i: int, stages: int) -> int:
         if self._seed is None:

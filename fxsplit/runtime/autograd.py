@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from ..errors import GradientError
 from ..loss.inside import LossInside
 from . import play
 from .call import Call
+
+_IS_GIVEN = functools.partial(operator.is_not, None)
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -184,7 +188,7 @@ class Runner:
 
     def _input_gradient(self, position: int, name: str) -> torch.Tensor | None:
         pieces = [self.call.input_gradient(name, i) for i in range(len(self.rows))]
-        if all(piece is None for piece in pieces):
+        if not any(map(_IS_GIVEN, pieces)):
             return None
         chunks = [chunk[position] for chunk in self.call.chunks]
         filled = [torch.zeros_like(c) if p is None else p for p, c in zip(pieces, chunks, strict=True)]

@@ -35,10 +35,10 @@ def step_inside(
     check()
     runner.check_rows(loss.rows())
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    given = ((t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None)
-    for tensor, gradient in (*given, *loss.sums()):
-        known = found.get(id(tensor))
-        found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
+    for tensor, gradient in (*zip(leaves, gradients, strict=True), *loss.sums()):
+        if gradient is not None:
+            known = found.get(id(tensor))
+            found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
     # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be
     # waiting for the pipeline, in another backward.
     with torch.autograd.set_multithreading_enabled(False):
