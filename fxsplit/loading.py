@@ -38,6 +38,7 @@ from .saving.shape import PROGRAM, check_shape
 from .saving.skeleton import Skeleton, class_names, rebuild
 from .saving.trust import Names
 from .saving.values import Decoder, names_in
+from .schedules.schedule import Schedule
 from .trace.front import ASKED_WHOLE
 
 _MOST_NUMBERS = 2**28  # of an example
@@ -169,12 +170,19 @@ def _pipeline(
     plan = Plan.from_dict(data["plan"])
     made: list[Compiled] = []
     for prefix, graph in reversed([*zip(("", "other_mode_"), _graphs(data), strict=False)]):
-        made.append(_compiled(path, prefix, graph, own, plan, names, made[0].traced if made else None))
+        played = _played(plan, graph) if prefix else plan
+        made.append(_compiled(path, prefix, graph, own, played, names, made[0].traced if made else None))
     pipe = Pipeline(own, plan, by_mode(*reversed(made)), _example(data["graph"], made[-1].traced))
     pipe.prove_schedules()
     if isinstance(own, Skeleton):
         own.runs(pipe.traced)
     return pipe, own
+
+
+def _played(plan: Plan, graph: Mapping[str, Any]) -> Plan:
+    """What the program of the other mode is played by: a schedule of the user's own may be for other stages."""
+    own = isinstance(plan.schedule, Schedule) and plan.schedule.stages != len(graph["stages"])
+    return plan.replace(schedule="gpipe") if own else plan
 
 
 def _compiled(

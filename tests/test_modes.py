@@ -8,6 +8,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import errors
+from fxsplit.schedules.catalog import one_f_one_b
 
 X = torch.randn(6, 8)
 
@@ -72,6 +73,22 @@ def test_a_copy_and_a_folder_have_both_modes(tmp_path):
         for mode in (True, False):
             torch.testing.assert_close(twin.train(mode)(X), pipe.train(mode)(X))
             torch.testing.assert_close(twin.unsplit()(X), pipe.unsplit()(X))
+
+
+def test_a_schedule_of_ones_own_is_for_the_stages_of_one_mode(tmp_path):
+    class Short(TwoPaths):
+        def forward(self, x):
+            return self.c(self.b(self.a(x)).relu()) if self.training else self.a(x)
+
+    schedule = one_f_one_b(3, 3, [1, 1, 1])
+    plan = fxsplit.Plan(stages=3, micro_batches=3, schedule=schedule)
+    pipe = fxsplit.compile(Short(), plan, example_args=(X,))
+    pipe.save_code(tmp_path)
+    for one in (pipe, fxsplit.load(tmp_path, pipe.model), copy.deepcopy(pipe)):
+        played = {mode: (len(c.stages), c.plan.schedule_name) for mode, c in one.compiled.items()}
+        assert played == {True: (3, "1f1b"), False: (1, "gpipe")}
+        for mode in (True, False):
+            one.train(mode).step(X, target=X, loss_fn=nn.functional.mse_loss)
 
 
 def test_a_mode_that_the_example_cannot_be_run_in_is_not_there():

@@ -12,6 +12,7 @@ import torch
 
 from ..batch.merge import Merges, merged
 from ..compat import TreeSpec, tree_leaves, tree_map, tree_unflatten
+from ..graph.assumptions import global_hooks
 from ..inserted.random import BaseSeed, Stream
 from .check import leaves_of
 from .losses import STEP, LossInParts
@@ -54,6 +55,8 @@ class LossInside:
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
         self._turns = threading.Lock()
         self._seed = seed
+        # Those of PyTorch that are known neither draw random numbers nor come back to the pipeline.
+        self._calls_nobody = loss.reduction.over != "said" and not global_hooks()
 
     def gradients(
         self, i: int, stages: int, taken: Mapping[str, Any]
@@ -90,8 +93,8 @@ class LossInside:
         return {v: list(map(found.get, map(id, row))) for v, row in leaves.items()}
 
     def _part(self, i: int, stages: int, output: Any) -> torch.Tensor:
-        """The loss of a micro-batch. Of those that are known, none draws random numbers or calls anybody."""
-        if self.loss.reduction.over != "said":
+        """The loss of a micro-batch."""
+        if self._calls_nobody:
             return self.loss(i, output)
         with self.around(), Stream(lambda: self._seed_of(i, stages)):
             return self.loss(i, output)
