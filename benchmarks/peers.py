@@ -108,7 +108,7 @@ def split(task, name, *, serial=False, base="eager", **plan):
     """fxsplit; `serial` plays all stages in the calling thread."""
     model = copy.deepcopy(task.model)
     pipe = fxsplit.compile(model, fxsplit.Plan(**plan), example_args=(task.x,))
-    pipe._serial = serial
+    pipe._begun.common.serial = serial
     workers = 1 if serial or pipe.plan.micro_batches == 1 else len(pipe.schedule.workers)
     return on_model(
         name,

@@ -382,7 +382,7 @@ def fingerprint(options):
     model, x = torch.nn.Sequential(*(Flagged() for _ in range(125))), torch.randn(4, 8)
     pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
     pipe(x)
-    watch, rounds = pipe._watch, options.rounds or 21
+    watch, rounds = pipe._now.watch, options.rounds or 21
     for name, look in (
         ("attributes", watch.use_current_modules),
         ("types", lambda: watch.circumstances([x])),

@@ -15,11 +15,13 @@ from torch import nn
 
 from .arguments import compile_spellings, explained
 from .batch.dims import BatchDims
-from .batch.merge import Merge
+from .batch.merge import Merge, Merges
 from .codegen.emit import generate
 from .compat import tree_leaves
+from .compiled import Compiled, by_mode
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph.ir import Assignment, Program, Traced
+from .graph.moved import Example
 from .graph.nodes import is_within, output_values
 from .graph.place import check_attributes, check_devices, gathered, place
 from .memory.regions import Runs, chosen_runs
@@ -35,6 +37,7 @@ from .plan.sizes import in_units
 from .proof.numerics import Run, verify_numerics
 from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
+from .questions import verify_micro_batches
 from .replicas.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.unsaid import whole_modules
@@ -98,10 +101,9 @@ def compile(
         pipe = _pipeline(model, traced, plan, inputs, check)
         if check:
             _verify_split(pipe, inputs)
-        replicas = pipe.active.make_replicas()
-        for placed in (pipe, pipe.other_mode):
-            if placed is not None:
-                place(model, placed.program)
+        replicas = pipe.make_replicas()
+        for engine in pipe.engines():
+            place(model, engine.compiled.program)
         replicas.refresh()
         replicas.tell()
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
@@ -156,7 +158,20 @@ def _arguments(
 def _pipeline(
     model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor], check: bool
 ) -> Pipeline:
-    """Partition, generate, verify: for the graph of the model's mode, and for that of the other mode if it has one."""
+    """Its program for the mode that the model is in, and that for the other mode if it takes another path in it."""
+    first = _compiled(model, traced, plan, inputs, check)
+    other = None
+    if traced.other_mode is not None:
+        other = _other_program(model, first, traced.other_mode, inputs, check)
+    pipe = Pipeline(model, plan, by_mode(first, other), [_ordinary(x) for x in inputs])
+    pipe.prove_schedules()
+    return pipe
+
+
+def _compiled(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor], check: bool
+) -> Compiled:
+    """Partition, generate, verify: for one graph."""
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merging = _merging(model, traced, plan, dims, inputs, check)
     traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
@@ -167,13 +182,7 @@ def _pipeline(
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
     _warn(model, plan, merging)
-    other = None
-    if traced.other_mode is not None:
-        other = _other_pipeline(model, traced.other_mode, plan, assignment, program, inputs, check)
-    example = [_ordinary(x) for x in inputs]
-    pipe = Pipeline(model, plan, traced, assignment, program, dims, merging.merges, example, other)
-    pipe.prove_schedule()
-    return pipe
+    return Compiled(plan, traced, assignment, program, dims, Merges(merging.merges))
 
 
 def _assign(
@@ -258,32 +267,27 @@ class Preview:
         return self.text
 
 
-def _other_pipeline(
-    model: nn.Module,
-    other: Traced,
-    plan: Plan,
-    assignment: Assignment,
-    program: Program,
-    inputs: Sequence[torch.Tensor],
-    check: bool,
-) -> Pipeline:
-    """The pipeline of the other mode: every module stays where it is. It may have other stages, and lacks some modules."""
+def _other_program(
+    model: nn.Module, first: Compiled, other: Traced, inputs: Sequence[torch.Tensor], check: bool
+) -> Compiled:
+    """That of the other mode: every module stays where it is. It may have other stages, and lacks some modules."""
+    plan, assignment = first.plan, first.assignment
     chosen = plan.recomputation
     if isinstance(chosen, Paths):  # some may run in one mode only
         plan = plan.replace(checkpoint=lambda path, _: path in chosen.spelling)
     if len(set(assignment.devices)) == 1 and not isinstance(plan.device_map, str):
         try:
-            return _pipeline(model, other, plan, inputs, check)
+            return _compiled(model, other, plan, inputs, check)
         except (PartitionError, ScheduleError):  # fewer units, or no such path
             plan = _without_lists(plan, device_map={"": str(assignment.devices[0]), **_pairs_of(plan)})
-            return _pipeline(model, other, plan, inputs, check)
-    placed: dict[str, Any] = _placed_alike(other, assignment, program)
+            return _compiled(model, other, plan, inputs, check)
+    placed: dict[str, Any] = _placed_alike(other, first.program)
     placed.update(_pairs_of(plan))
     try:
-        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
+        return _compiled(model, other, _without_lists(plan, device_map=placed), inputs, check)
     except PartitionError:  # an operation has no neighbour that says where it runs
         placed.setdefault("", str(assignment.devices[-1]))
-        return _pipeline(model, other, _without_lists(plan, device_map=placed), inputs, check)
+        return _compiled(model, other, _without_lists(plan, device_map=placed), inputs, check)
 
 
 def _pairs_of(plan: Plan) -> dict[str, tuple[str, str]]:
@@ -309,7 +313,7 @@ def _without_lists(plan: Plan, device_map: Mapping[str, Any]) -> Plan:
     )
 
 
-def _placed_alike(other: Traced, assignment: Assignment, program: Program) -> dict[str, str]:
+def _placed_alike(other: Traced, program: Program) -> dict[str, str]:
     """Where the modules that have parameters are. Operations follow what they compute with."""
     whole = [str(n.target) for n in other.graph.nodes if n.op == "call_module"]
     placed: dict[str, str] = {}
@@ -326,22 +330,21 @@ def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
 
     Before the parameters have moved to several devices the split cannot run: its graph is run then.
     """
-    model = pipe.model
-    for one in (pipe, pipe.other_mode):
-        if one is None:
-            continue
+    model, example = pipe.model, Example(pipe.model, inputs)
+    for engine in pipe.engines():
+        one = engine.compiled
         homes = {torch.empty(0, device=d).device for d in one.devices}
         moves = len(homes) > 1 or bool({x.device for x in (*model.parameters(), *inputs)} - homes)
-        run = _run_of(one.traced) if moves else one.run_whole
+        run = _run_of(one.traced) if moves else engine.run_whole
         with preserved(model), torch.set_grad_enabled(one.traced.assumptions.grad):
             if model.training not in one.traced.modes:
                 model.train(not model.training)
             verify_numerics(model, one.traced, run, inputs)
             if one.dims.batch_size(inputs) and one.plan.micro_batches > 1:
                 if not one.plan.sync_batch_norm:  # then a micro-batch is not computed by itself
-                    verify_sizes(model, one.traced, one.dims, one.micro_batches(inputs)[1], inputs)
+                    verify_sizes(model, one.traced, one.dims, engine.micro_batches(inputs)[1], inputs)
                 if not moves and any(stage.writes or stage.stateful for stage in one.stages):
-                    one.verify_micro_batches(inputs)
+                    verify_micro_batches(engine, example, inputs)
 
 
 def _run_of(traced: Traced) -> Run:

@@ -14,9 +14,10 @@ from torch import fx, nn
 
 from .arguments import explained
 from .batch.dims import BatchDims
-from .batch.merge import Merge, Total
+from .batch.merge import Merge, Merges, Total
 from .codegen.emit import generate
 from .compat import spec_from_text
+from .compiled import Compiled, by_mode
 from .compiler import compile
 from .errors import ArgumentError, FxsplitError, SerializeError
 from .files import read_json, read_text
@@ -37,6 +38,7 @@ from .saving.shape import PROGRAM, check_shape
 from .saving.skeleton import Skeleton, class_names, rebuild
 from .saving.trust import Names
 from .saving.values import Decoder, names_in
+from .schedules.schedule import Schedule
 from .trace.front import ASKED_WHOLE
 
 _MOST_NUMBERS = 2**28  # of an example
@@ -76,7 +78,7 @@ def load(
         if isinstance(model, nn.Module):
             _check_fits(data, model)
         names.check(_names(data, by_state_dict=not isinstance(model, nn.Module)))
-        pipe, own = _pipelines(path, data, model, names)
+        pipe, own = _pipeline(path, data, model, names)
     except FxsplitError:
         raise
     except (
@@ -86,10 +88,9 @@ def load(
             f"{os.fspath(folder)} is damaged, or does not fit the model: {type(error).__name__}: {error}",
             remedy="save the pipeline again, or load it with the model that it was compiled from",
         ) from error
-    for placed in (pipe, pipe.other_mode):
-        if placed is not None:
-            place(own, placed.program)
-    pipe.active.make_replicas().tell()
+    for engine in pipe.engines():
+        place(own, engine.compiled.program)
+    pipe.make_replicas().tell()
     whole = [path for path, why in pipe.traced.kept_whole.items() if why == ASKED_WHOLE]
     pipe.compiled_by(functools.partial(compile, leaf_modules=whole))
     return pipe
@@ -158,33 +159,41 @@ def _names(data: Mapping[str, Any], *, by_state_dict: bool) -> Iterator[Any]:
         yield from names_in(data["model"])
 
 
-def _pipelines(
+def _pipeline(
     path: Path, data: Mapping[str, Any], model: nn.Module | Mapping[str, torch.Tensor], names: Names
 ) -> tuple[Pipeline, nn.Module]:
-    """The pipeline, with that of the other mode, and its model; nothing has been moved."""
+    """The pipeline and its model; nothing has been moved."""
     for graph in _graphs(data):
         for name in graph["classes"]:  # to import a class registers it
             names.find(name)
     own = model if isinstance(model, nn.Module) else rebuild(data["model"], model, Decoder(names), names)
     plan = Plan.from_dict(data["plan"])
-    pipe: Pipeline | None = None
+    made: list[Compiled] = []
     for prefix, graph in reversed([*zip(("", "other_mode_"), _graphs(data), strict=False)]):
-        pipe = _pipeline(path, prefix, graph, own, plan, names, pipe)
-    assert pipe is not None
+        played = _played(plan, graph) if prefix else plan
+        made.append(_compiled(path, prefix, graph, own, played, names, made[0].traced if made else None))
+    pipe = Pipeline(own, plan, by_mode(*reversed(made)), _example(data["graph"], made[-1].traced))
+    pipe.prove_schedules()
     if isinstance(own, Skeleton):
         own.runs(pipe.traced)
     return pipe, own
 
 
-def _pipeline(
+def _played(plan: Plan, graph: Mapping[str, Any]) -> Plan:
+    """What the program of the other mode is played by: a schedule of the user's own may be for other stages."""
+    own = isinstance(plan.schedule, Schedule) and plan.schedule.stages != len(graph["stages"])
+    return plan.replace(schedule="gpipe") if own else plan
+
+
+def _compiled(
     path: Path,
     prefix: str,
     data: Mapping[str, Any],
     model: nn.Module,
     plan: Plan,
     names: Names,
-    other: Pipeline | None,
-) -> Pipeline:
+    other: Traced | None,
+) -> Compiled:
     traced = _traced(data, model, names, other)
     check_names(data["local_names"])
     check_sizes(data, traced.signature.spec.num_leaves, traced.out_spec.num_leaves)
@@ -216,10 +225,7 @@ def _pipeline(
                 remedy="save the pipeline again; to change what it computes, change the model and compile",
             )
     dims = BatchDims(tuple(data["batch_dims"]), tuple(a.name for a in traced.signature.arguments))
-    merges = [_merge(row) for row in data["merges"]]
-    pipe = Pipeline(model, plan, traced, assignment, program, dims, merges, _example(data, traced), other)
-    pipe.prove_schedule()
-    return pipe
+    return Compiled(plan, traced, assignment, program, dims, Merges(map(_merge, data["merges"])))
 
 
 def _holds(file: Path, expected: str) -> bool:
@@ -244,7 +250,7 @@ def _forecast(data: Mapping[str, Any]) -> Forecast:
     return Forecast(**{**data, "stages": tuple(StageForecast(**one) for one in data["stages"])})
 
 
-def _traced(data: Mapping[str, Any], model: nn.Module, names: Names, other: Pipeline | None) -> Traced:
+def _traced(data: Mapping[str, Any], model: nn.Module, names: Names, other: Traced | None) -> Traced:
     decode = Decoder(names)
     signature = Signature(
         signature=decode.signature(data["signature"]),
@@ -279,7 +285,7 @@ def _traced(data: Mapping[str, Any], model: nn.Module, names: Names, other: Pipe
         front_end=data["front_end"],
         kept_whole=data["kept_whole"],
         modes=tuple(data["modes"]),
-        other_mode=None if other is None else other.traced,
+        other_mode=other,
         assumptions=_assumptions(data),
     )
 

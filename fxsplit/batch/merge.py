@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -116,22 +116,47 @@ class Merge:
         return [gradient, *([None] * (len(values) - 1))] if self.how == "same" else [gradient] * len(values)
 
 
-def shown(merges: Sequence[Merge]) -> int:
-    """How many of the flat outputs are the model's; after them come weights and terms."""
-    hidden = [m.weight for m in merges if m.weight is not None]
-    hidden += [m.total.output for m in merges if m.total is not None]
-    hidden += [term for m in merges for term, _ in m.terms]
-    return min(hidden, default=len(merges))
+class Merges(tuple[Merge, ...]):
+    """How each flat output of a program is merged: of the model's own, and after them of weights and terms.
+
+    Attributes:
+        shown: how many are the model's.
+    """
+
+    shown: int
+
+    def __new__(cls, merges: Iterable[Merge]) -> Self:
+        """As a tuple."""
+        found = super().__new__(cls, merges)
+        hidden = [m.weight for m in found if m.weight is not None]
+        hidden += [m.total.output for m in found if m.total is not None]
+        hidden += [term for m in found for term, _ in m.terms]
+        found.shown = min(hidden, default=len(found))
+        return found
 
 
-def merged(merges: Sequence[Merge], columns: Sequence[Sequence[Any]], rows: Sequence[int]) -> list[Any]:
+def merged(merges: Merges, columns: Sequence[Sequence[Any]], rows: Sequence[int]) -> list[Any]:
     """The model's flat outputs for the whole batch.
 
     Args:
         columns: of each flat output the values of all micro-batches; they are put together where the first one is.
         rows: of each micro-batch.
     """
-    return [merged_one(i, merges, columns, rows) for i in range(shown(merges))]
+    return [merged_one(i, merges, columns, rows) for i in range(merges.shown)]
+
+
+def check_rows(merges: Merges, columns: Sequence[Sequence[Any]]) -> None:
+    """Refuse rows that do not fit together, where nobody asks for the merged output.
+
+    Raises:
+        BatchError: as `Merge.merge`.
+    """
+    for merge, values in zip(merges[: merges.shown], columns, strict=False):
+        if (
+            merge.how == "rows"
+            and len({(*v.shape[: merge.dim], *v.shape[merge.dim + 1 :]) for v in values}) > 1
+        ):
+            merge.merge(together(values), ())  # says so, if it is so
 
 
 def merged_one(i: int, merges: Sequence[Merge], columns: Sequence[Sequence[Any]], rows: Sequence[int]) -> Any:

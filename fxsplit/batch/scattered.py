@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from ..compat import TreeSpec, register_pytree, tree_unflatten
-from .merge import Merge, merged, shown
+from .merge import Merge, Merges, merged
 
 
 # DistributedDataParallel looks for the tensors in an output by dataclass (find_unused_parameters), and hands them on by
@@ -51,10 +51,11 @@ class Scattered:
             sizes: None for a single part without a batch.
             merges: how each flat output is merged; those after the model's own are the weights of means.
         """
-        self.parts = tuple(tree_unflatten(list(row)[: shown(merges)], spec) for row in leaves)
+        self._merges = merges if isinstance(merges, Merges) else Merges(merges)
+        self.parts = tuple(tree_unflatten(list(row)[: self._merges.shown], spec) for row in leaves)
         self.sizes, self.devices = tuple(sizes or (1,)), tuple(devices)
         self.has_batch = sizes is not None
-        self._leaves, self._spec, self._merges = [list(row) for row in leaves], spec, tuple(merges)
+        self._leaves, self._spec = [list(row) for row in leaves], spec
 
     def gather(self) -> Any:
         """The output for the whole batch, as a pipeline with ``gather=True`` gives it; differentiable.
@@ -79,7 +80,7 @@ class Scattered:
     @property
     def merges(self) -> tuple[Merge, ...]:
         """How each tensor in the output is merged, and whatever else differs from part to part."""
-        pairs = zip(self._merges[: shown(self._merges)], self._leaves[0], strict=False)
+        pairs = zip(self._merges[: self._merges.shown], self._leaves[0], strict=False)
         return tuple(m for m, v in pairs if isinstance(v, torch.Tensor) or m.how != "same")
 
     def __len__(self) -> int:

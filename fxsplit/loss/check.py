@@ -20,8 +20,8 @@ def check_differentiable(depends: bool) -> None:
         )
 
 
-def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves of the loss's graph that require a gradient."""
+def leaves_of(loss: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The leaves of the loss's graph that require a gradient, by their ids."""
     found: dict[int, torch.Tensor] = {}
     seen, waiting = set(), [loss.grad_fn] if loss.grad_fn is not None else []
     while waiting:
@@ -33,4 +33,4 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return list(found.values())
+    return found

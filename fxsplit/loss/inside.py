@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..batch.merge import Merge, merged
+from ..batch.merge import Merges, merged
 from ..compat import TreeSpec, tree_leaves, tree_map, tree_unflatten
+from ..graph.assumptions import global_hooks
 from ..inserted.random import BaseSeed, Stream
 from .check import leaves_of
 from .losses import STEP, LossInParts
-from .said import compare, gradients_of, loss_of_the_whole
+from .said import compare, gradients_of, loss_of_the_whole, what_counts
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -53,6 +55,8 @@ class LossInside:
         self._others: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor | None]]] = {}
         self._turns = threading.Lock()
         self._seed = seed
+        # Those of PyTorch that are known neither draw random numbers nor come back to the pipeline.
+        self._calls_nobody = loss.reduction.over != "said" and not global_hooks()
 
     def gradients(
         self, i: int, stages: int, taken: Mapping[str, Any]
@@ -67,32 +71,40 @@ class LossInside:
         """
         with self._turns, torch.enable_grad():
             flat = [taken[v] if isinstance(v, str) else v[0] for v in self.outputs]
-            with self.around(), Stream(lambda: self._seed_of(i, stages)):
-                part = self.loss(i, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
+            part = self._part(i, stages, tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec))
             leaves = {v: tree_leaves(value) for v, value in taken.items()}
-            wanted = {id(leaf): leaf for row in leaves.values() for leaf in row if _has_grad(leaf)}
-            others = [t for t in leaves_of(part) if id(t) not in wanted]
+            wanted: dict[int, torch.Tensor] = {}
+            for leaf in itertools.chain.from_iterable(leaves.values()):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    wanted[id(leaf)] = leaf
             found: dict[int, torch.Tensor | None] = {}
             if part.requires_grad:
-                every = [*wanted.values(), *others]
+                every = {**wanted, **leaves_of(part)}
                 # The graph behind a target that came with one is there for the next micro-batch.
-                gradients = torch.autograd.grad(part, every, retain_graph=True, allow_unused=True)
-                found = {id(t): g for t, g in zip(every, gradients, strict=True)}
-            for t in others:
-                self._others.setdefault(id(t), (t, {}))[1][i] = found[id(t)]
+                gradients = torch.autograd.grad(part, [*every.values()], retain_graph=True, allow_unused=True)
+                found = dict(zip(every, gradients, strict=True))
+                for key, tensor in itertools.islice(every.items(), len(wanted), None):
+                    self._others.setdefault(key, (tensor, {}))[1][i] = found[key]
             self.losses[i] = part.detach()
             self.values[i] = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat]
             self.differentiable = self.differentiable or part.requires_grad
             if self.keeps:
                 self.of_outputs[i] = {k: found.get(id(v)) for k, v in enumerate(flat) if _has_grad(v)}
-        return {v: [found.get(id(leaf)) for leaf in row] for v, row in leaves.items()}
+        return {v: list(map(found.get, map(id, row))) for v, row in leaves.items()}
+
+    def _part(self, i: int, stages: int, output: Any) -> torch.Tensor:
+        """The loss of a micro-batch."""
+        if self._calls_nobody:
+            return self.loss(i, output)
+        with self.around(), Stream(lambda: self._seed_of(i, stages)):
+            return self.loss(i, output)
 
     def _seed_of(self, i: int, stages: int) -> int:
         if self._seed is None:
             self._seed = BaseSeed()
         return self._seed.of(i, stages)
 
-    def check_said(self, merges: Sequence[Merge], target: Any) -> None:
+    def check_said(self, merges: Merges, target: Any) -> None:
         """Compare a loss whose reduction the user says with the loss of the whole batch.
 
         Raises:
@@ -125,6 +137,10 @@ class LossInside:
             for v, m in zip(self.outputs, made, strict=True)
         ]
 
+    def rows(self) -> list[list[Any]]:
+        """The flat outputs of each micro-batch."""
+        return [self.values[i] for i in range(len(self.values))]
+
     def total(self) -> torch.Tensor:
         """The loss of the whole batch."""
         losses = [self.losses[i] for i in range(len(self.losses))]
@@ -138,6 +154,34 @@ class LossInside:
             if terms:
                 sums.append((tensor, sum(terms[1:], terms[0])))
         return sums
+
+
+class Said:
+    """What was compared last of losses whose reduction the user says."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+
+    def check_of(self, loss: LossInside, merges: Merges, target: Any) -> Callable[[], None]:
+        """What compares the loss of a step, if it has not been compared for such targets yet."""
+        parts = loss.loss
+        if parts.reduction.over != "said":
+            return _nothing_to_compare
+        code = getattr(parts.loss_fn, "__code__", parts.loss_fn)
+        key = (code, parts.reduction.how, what_counts(parts.targets, parts.rows))
+        if key == self._key:
+            return _nothing_to_compare
+        loss.keeps = True
+
+        def check() -> None:
+            loss.check_said(merges, target)
+            self._key = key
+
+        return check
+
+
+def _nothing_to_compare() -> None:
+    return None
 
 
 def _leaf(value: Any) -> Any:

@@ -6,7 +6,9 @@ rows or unequal targets that count, and a fraction of a sum. Here a part has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +106,8 @@ class LossInParts:
 
 def beside(output: Any, target: Any) -> Any:
     """The target on the device of the output, wherever a loader has put it; as it is, if outputs are on several."""
+    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+        return target if target.device == output.device else target.to(output.device)
     devices = {leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
     if len(devices) != 1:
         return target
@@ -203,26 +207,26 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
     Raises:
         ArgumentError: a leaf is no tensor, or has no row for each of the batch.
     """
+    whole = sum(rows)
     for leaf in tree_leaves(target):
-        if not _is_tensor(leaf) and leaf is not None:
+        if not isinstance(leaf, torch.Tensor) and leaf is not None:
             raise ArgumentError(
                 f"a target is a {type(leaf).__name__}, which is not cut into micro-batches",
                 remedy="tensors in the target, and what is not about rows in loss_fn itself",
             )
-        if leaf is not None and leaf.dim() and leaf.size(0) != sum(rows):
+        if leaf is not None and leaf.dim() and leaf.size(0) != whole:
             raise ArgumentError(
-                f"a target of shape {tuple(leaf.shape)} has no row for each of the {sum(rows)} of the batch",
+                f"a target of shape {tuple(leaf.shape)} has no row for each of the {whole} of the batch",
                 remedy="rows first in the target, and flatten them in loss_fn; what is not about rows: in loss_fn itself",
             )
-    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-    return [tree_map(_rows_of(end - n, end), target) for n, end in zip(rows, ends, strict=True)]
+    places = list(map(slice, itertools.accumulate(rows, initial=0), itertools.accumulate(rows)))
+    if isinstance(target, torch.Tensor):
+        return [target[place] if target.dim() else target for place in places]
+    return [tree_map(functools.partial(_cut, place), target) for place in places]
 
 
-def _rows_of(begin: int, end: int) -> Callable[[Any], Any]:
-    def cut(leaf: Any) -> Any:
-        return leaf[begin:end] if _is_tensor(leaf) and leaf.dim() else leaf
-
-    return cut
+def _cut(place: slice, leaf: Any) -> Any:
+    return leaf[place] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -256,9 +260,11 @@ def _check_rows(merges: Sequence[Merge], reduction: Reduction, caller: Caller) -
 
 def _check_aligned(reduction: Reduction, output: Any, target: Any = None) -> None:
     """Broadcast, a row of the target would meet rows of the output that are not its own."""
-    if reduction.over != "elements" or not _is_tensor(output) or not _is_tensor(target) or not target.dim():
+    if reduction.over != "elements" or not (
+        isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    ):
         return
-    if output.dim() != target.dim():
+    if target.dim() and output.dim() != target.dim():
         raise ArgumentError(
             f"a target of shape {tuple(target.shape)} does not line up with an output of shape {tuple(output.shape)}: "
             "each of its rows would meet all of the others",
@@ -268,7 +274,7 @@ def _check_aligned(reduction: Reduction, output: Any, target: Any = None) -> Non
 
 def _check_layout(reduction: Reduction, output: Any) -> None:
     """What PyTorch's losses take for rows has to be the rows of the batch."""
-    if not _is_tensor(output) or reduction.over == "said":
+    if reduction.over == "said" or not isinstance(output, torch.Tensor):
         return
     if reduction.over in ("rows", "targets") and output.dim() < 2:
         raise ArgumentError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..batch.dims import BatchDims
-from ..batch.merge import Merge, merged, shown, sizes
+from ..batch.merge import Merges, merged, sizes
 from ..errors import BatchError, GuardError, VerifyError
 from ..graph.ir import Traced
 from ..modules.state import preserved
@@ -76,7 +76,7 @@ def _count(traced: Traced) -> int:
 
 
 def in_micro_batches(
-    model: nn.Module, traced: Traced, dims: BatchDims, merges: Sequence[Merge], rows: Sequence[int]
+    model: nn.Module, traced: Traced, dims: BatchDims, merges: Merges, rows: Sequence[int]
 ) -> Callable[[Run], Run]:
     """Makes a run of a batch of a run of the model: micro-batch by micro-batch, in order, with merged outputs."""
 
@@ -85,9 +85,9 @@ def in_micro_batches(
             results = []
             for chunk in dims.split(inputs, rows):
                 hidden = []
-                if shown(merges) < len(merges):  # the model does not say how much counts: its graph does
+                if merges.shown < len(merges):  # the model does not say how much counts: its graph does
                     with preserved(model, parameters=True):
-                        hidden = list(traced.module(*chunk))[shown(merges) :]
+                        hidden = list(traced.module(*chunk))[merges.shown :]
                 results.append([*run(chunk), *hidden])
             return merged(merges, list(zip(*results, strict=True)), rows)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..batch.dims import BatchDims
-from ..batch.merge import Merge, merged, shown, split_gradients
+from ..batch.merge import check_rows, merged, split_gradients
 from ..compat import backward_keeps_graph, storage_key
+from ..compiled import Compiled
 from ..errors import GradientError
 from ..loss.inside import LossInside
 from . import play
 from .call import Call
+
+_IS_GIVEN = functools.partial(operator.is_not, None)
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -52,7 +56,6 @@ class Runner:
     """Merges what a `Call` computes for each micro-batch, and splits the gradients that come back.
 
     Args:
-        merges: how each flat output is merged.
         rows: rows of each micro-batch.
         gather: whether the outputs are merged; otherwise those of each micro-batch are given.
     """
@@ -60,12 +63,12 @@ class Runner:
     def __init__(
         self,
         call: Call,
-        dims: BatchDims,
-        merges: Sequence[Merge],
+        compiled: Compiled,
         rows: Sequence[int],
         gather: bool = True,
     ) -> None:
-        self.call, self.dims, self.merges, self.rows, self.gather = call, dims, merges, rows, gather
+        self.call, self.rows, self.gather = call, rows, gather
+        self.dims, self.merges = compiled.dims, compiled.merges
         self.given: list[
             list[Any]
         ] = []  # per output what the caller gets: the merged value, or one for each part
@@ -73,7 +76,7 @@ class Runner:
         self.per_output: list[list[Any]] = []
         self.spent = False
         # What is gathered later needs the weights of means, too.
-        self.outputs = call.program.outputs[: shown(merges)] if gather else call.program.outputs
+        self.outputs = call.program.outputs[: self.merges.shown] if gather else call.program.outputs
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         """The tensor outputs, each value once, all parts of it in a row; and whether each is differentiable."""
@@ -172,6 +175,10 @@ class Runner:
         """The flat outputs of the whole batch, from those of each micro-batch."""
         return merged(self.merges, list(zip(*rows, strict=True)), self.rows)
 
+    def check_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Refuse outputs that `merged` would refuse because their rows do not fit together."""
+        check_rows(self.merges, list(zip(*rows, strict=True)))
+
     def _gradients(self) -> list[torch.Tensor | None]:
         call, program = self.call, self.call.program
         inputs = [self._input_gradient(i, name) for i, name in enumerate(program.inputs)]
@@ -181,7 +188,7 @@ class Runner:
 
     def _input_gradient(self, position: int, name: str) -> torch.Tensor | None:
         pieces = [self.call.input_gradient(name, i) for i in range(len(self.rows))]
-        if all(piece is None for piece in pieces):
+        if not any(map(_IS_GIVEN, pieces)):
             return None
         chunks = [chunk[position] for chunk in self.call.chunks]
         filled = [torch.zeros_like(c) if p is None else p for p, c in zip(pieces, chunks, strict=True)]

@@ -36,20 +36,22 @@ _LATEST: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Company]] = weakref.We
 
 
 class Crew:
-    """What the calls of one pipeline have in common.
+    """What the calls of one program have in common.
 
     Args:
-        other: that of the pipeline of the other mode: they share the copies of the model.
+        company: the copies of the model, which it shares with the program of the other mode.
+        left: threads that wait for a copy that has failed, in calls of either.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, program: Program, other: Crew | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, program: Program, company: Company, left: list[threading.Thread]
+    ) -> None:
         self._model, self._plan, self._program = model, plan, program
         self._tapes: dict[tuple[int, frozenset[tuple[int, int]]], Tape] = {}
         self.wiring = Wiring(program)
         self._replicas: Replicas | None = None
         self._generation = 0
-        self._company: Company = Company() if other is None else other._company
-        self._left: list[threading.Thread] = [] if other is None else other._left
+        self._company, self._left = company, left
         self._rates = {s.index: [resolve(model, path) for path in s.rates] for s in program.stages}
         self._random = [s for s in program.stages if s.random]
         self._shared = shared_objects(program)

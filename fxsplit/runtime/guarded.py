@@ -7,27 +7,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..graph.ir import Program
-from ..graph.nodes import resolve
 from ..loss.inside import LossInside
 from .autograd import Runner
+
+Places = Sequence[tuple[dict[str, Any], str]]  # tables, and names in them
 
 
 class Guarded(Runner):
     """A `Runner` that takes the pipeline's lock, and puts buffers back after a failed forward.
 
     A step's are put back by who takes the step: its end is not the runner's.
+
+    Args:
+        written: the buffers that the forward may write.
     """
 
-    def __init__(self, lock: Any, model: nn.Module, *args: Any) -> None:
+    def __init__(self, lock: Any, written: Places, *args: Any) -> None:
         super().__init__(*args)
         self._pipeline_lock = lock
-        self._model = model
+        self._written = written
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        with buffers_as_before(written_buffers(self.call.program, self._model)):
+        with buffers_as_before(self._written):
             found = super().forward()
             self._commit()
             return found
@@ -48,24 +50,12 @@ class Guarded(Runner):
             return super().backward(gradients, keep_graph=keep_graph)
 
 
-Places = Sequence[tuple[dict[str, Any], str]]
-
-
-def written_buffers(program: Program, model: nn.Module) -> Places:
-    """The buffers that a forward writes to: tables, and names in them."""
-    found = []
-    for name in program.written():
-        path, _, leaf = name.rpartition(".")
-        owner = resolve(model, path)
-        found.append(
-            (owner._buffers if leaf in owner._buffers else owner.__dict__, leaf)
-        )  # or a plain attribute
-    return found
-
-
 @contextlib.contextmanager
 def buffers_as_before(written: Places) -> Iterator[None]:
     """After an error, buffers are those that they were before, with the contents that they had."""
+    if not written:
+        yield
+        return
     before = [(table[name], table[name].detach().clone()) for table, name in written]
     try:
         yield

@@ -16,33 +16,33 @@ from ..loss.losses import beside, check_loss
 from ..loss.reductions import LossFn
 from .autograd import Runner
 
-_MERGED = threading.local()  # the pipeline, by its lock, whose merged output this thread asks for
+_STEP = threading.local()  # the pipeline, by its lock, of which this thread takes a step from outside
 
 
 def step_inside(
     runner: Runner, loss: LossInside, leaves: Sequence[torch.Tensor], check: Callable[[], None]
-) -> list[Any]:
+) -> None:
     """Play the whole schedule and add gradients to ``.grad``.
 
     Args:
         leaves: the inputs and parameters that the runner gives gradients of, in its order; one may be there twice.
         check: called before anything is added.
 
-    Returns:
-        The flat outputs of the whole batch; `loss` has the losses.
+    Raises:
+        BatchError: the outputs are no rows of one batch, and so the loss is not that of one.
     """
     gradients = runner.step(loss)
     check()
+    runner.check_rows(loss.rows())
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    given = ((t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None)
-    for tensor, gradient in (*given, *loss.sums()):
-        known = found.get(id(tensor))
-        found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
+    for tensor, gradient in (*zip(leaves, gradients, strict=True), *loss.sums()):
+        if gradient is not None:
+            known = found.get(id(tensor))
+            found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
     # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be
     # waiting for the pipeline, in another backward.
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
-    return runner.merged([loss.values[i] for i in range(len(runner.rows))])
 
 
 def step_outside(
@@ -62,19 +62,19 @@ def step_outside(
 
 def call_merged(pipe: Callable[..., Any], lock: Any, *args: Any, **kwargs: Any) -> Any:
     """``pipe(*args, **kwargs)`` with its hooks, and the output of the whole batch, whatever the plan says of gather."""
-    with _merged(lock):
+    with _taking_step(lock):
         return pipe(*args, **kwargs)
 
 
-def wants_merged(lock: Any) -> bool:
-    """Whether a step asks for the output of the whole batch."""
-    return getattr(_MERGED, "lock", None) is lock
+def takes_step(lock: Any) -> bool:
+    """Whether a step calls: it asks for the output of the whole batch, and puts buffers back itself."""
+    return getattr(_STEP, "lock", None) is lock
 
 
 @contextlib.contextmanager
-def _merged(lock: Any) -> Iterator[None]:
-    before, _MERGED.lock = getattr(_MERGED, "lock", None), lock
+def _taking_step(lock: Any) -> Iterator[None]:
+    before, _STEP.lock = getattr(_STEP, "lock", None), lock
     try:
         yield
     finally:
-        _MERGED.lock = before
+        _STEP.lock = before

@@ -24,10 +24,12 @@ from ..graph.assumptions import (
     read,
 )
 from ..graph.binding import use_current
+from ..graph.effects import has_hooks
 from ..graph.ir import Program, Traced
 from ..graph.nodes import resolve
 from ..modules.callbacks import registered
 from ..modules.seen import changeable, contents, same_contents
+from ..replicas.meet import NORM_LAYERS
 from ..saving.skeleton import Skeleton
 from .halves import can_be_halved
 
@@ -232,6 +234,8 @@ class Watch:
             str, Any
         ] = {}  # FQN → what the stages read, a parameter or what stands there for one
         self._halved: frozenset[int] | None = None
+        self._written: list[tuple[nn.Module | None, tuple[dict[str, Any], str]]] = []
+        self._by_norms = _written_by_owners(traced)
         self.asked = Asked(traced, program)
 
     def use_current_modules(self) -> None:
@@ -254,7 +258,25 @@ class Watch:
         read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
         self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
         self._halved = None
+        self._written = [self._place_of(name) for name in self._program.written()]
         self._fingerprint = Fingerprint(self._model, self._assumed)
+
+    def _place_of(self, name: str) -> tuple[nn.Module | None, tuple[dict[str, Any], str]]:
+        """A buffer that may be written: the layer that alone does so and only in train mode, and where it is."""
+        path, _, leaf = name.rpartition(".")
+        owner = resolve(self._model, path)
+        table = owner._buffers if leaf in owner._buffers else owner.__dict__  # or a plain attribute
+        alone = name in self._by_norms and type(owner) in NORM_LAYERS and "forward" not in vars(owner)
+        alone = alone and not has_hooks(owner) and not global_hooks()
+        return owner if alone else None, (table, leaf)
+
+    def written(self) -> list[tuple[dict[str, Any], str]]:
+        """The buffers that a forward may write to, in the modes that layers are in: tables, and names in them."""
+        return [place for norm, place in self._written if norm is None or norm.training]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that get gradients. (torch.func.functional_call puts tensors there.)"""
+        return {fqn: p for fqn, p in self.parameters.items() if p.requires_grad}
 
     def halved(self) -> frozenset[int]:
         """The stages that can go backward in two, with the hooks that their modules have now."""
@@ -267,3 +289,12 @@ class Watch:
         """A key of the circumstances of a call if there was none in them yet, and forward asked what they decide."""
         owned = [] if self._fingerprint is None else self._fingerprint.tensors
         return self.asked.circumstances([*inputs, *owned])
+
+
+def _written_by_owners(traced: Traced) -> frozenset[str]:
+    """The buffers that only the module which has them may write, where that is called whole."""
+    by: dict[str, set[str]] = {}
+    for node in traced.graph.nodes:
+        for name in traced.facts[node.name].buffers:
+            by.setdefault(name, set()).add(str(node.target) if node.op == "call_module" else "")
+    return frozenset(name for name, callers in by.items() if callers == {name.rpartition(".")[0]})

@@ -6,7 +6,7 @@ import json
 import keyword
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from ..batch.dims import BatchDims
 from ..compat import classes_in, spec_to_text
+from ..compiled import Compiled
 from ..errors import SerializeError
 from ..files import read_json, read_text
 from ..graph.code import StageModule, write
-from ..graph.ir import Assignment, NodeFacts, Program, Stage, Traced
+from ..graph.ir import NodeFacts, Stage, Traced
 from ..graph.nodes import ModuleMode, output_values, region_runs
 from ..plan.checkpoint import Where
 from ..plan.plan import Plan
@@ -35,16 +35,17 @@ class Savable(Protocol):
 
     model: nn.Module
     plan: Plan
-    traced: Traced
-    assignment: Assignment
-    program: Program
-    dims: BatchDims
-    merges: list[Any]
-    example: list[torch.Tensor]
+    compiled: Mapping[bool, Compiled]
 
     @property
-    def other_mode(self) -> Savable | None:
-        """The pipeline of the other mode."""
+    def example(self) -> list[torch.Tensor]:
+        """The flat example inputs."""
+
+
+def _programs(pipe: Savable) -> dict[str, Compiled | None]:
+    """What is written of each program: under which prefix its files, and which key its graph."""
+    first, *other = {id(one): one for one in pipe.compiled.values()}.values()
+    return {"": first, "other_mode_": other[0] if other else None}
 
 
 def save_code(pipe: Savable, folder: str | os.PathLike[str]) -> None:
@@ -57,8 +58,8 @@ def save_code(pipe: Savable, folder: str | os.PathLike[str]) -> None:
         SerializeError: the program has a function or constant that no file can name; nothing has been written then.
     """
     files = {"program.json": _json(_program(pipe)) + "\n"}
-    for prefix, one in (("", pipe), ("other_mode_", pipe.other_mode)):
-        for stage in one.program.stages if one is not None else ():
+    for prefix, one in _programs(pipe).items():
+        for stage in one.stages if one is not None else ():
             files[f"{prefix}stage_{stage.index}.py"] = source(stage)
     files["__init__.py"] = _package(pipe)
     target = Path(folder)
@@ -209,7 +210,8 @@ def _flat(tensor: torch.Tensor) -> str:
 
 
 def _package(pipe: Savable) -> str:
-    numbers = [stage.index for stage in pipe.program.stages]
+    first = next(iter(pipe.compiled.values()))
+    numbers = [stage.index for stage in first.stages]
     names = ", ".join(f"Stage{i}" for i in numbers)
     lines = [
         f'"""{type(pipe.model).__name__} in {len(numbers)} stages, written by fxsplit.',
@@ -227,14 +229,15 @@ def _package(pipe: Savable) -> str:
 def _program(pipe: Savable) -> dict[str, Any]:
     data = {"format": FORMAT, "torch": torch.__version__.split("+")[0], "plan": _plan(pipe)}
     try:
-        data["graph"] = _graph(pipe)
-        data["other_mode"] = None if pipe.other_mode is None else _graph(pipe.other_mode)
+        data["graph"], data["other_mode"] = [
+            None if one is None else _graph(one, pipe.example) for one in _programs(pipe).values()
+        ]
     except CannotEncodeError as error:
         raise SerializeError(
             f"the pipeline cannot be saved: {error.what}",
             remedy="define functions and classes at the top level of a module, and return plain structures",
         ) from error
-    data["model"] = describe(pipe.model, pipe.traced)
+    data["model"] = describe(pipe.model, [one.traced for one in pipe.compiled.values()])
     return data
 
 
@@ -243,12 +246,12 @@ def _plan(pipe: Savable) -> dict[str, Any]:
     if isinstance(plan.checkpoint, Where):
         plan = plan.replace(checkpoint="always")  # the regions themselves are in the file
     if callable(plan.weighing.spelling):
-        plan = plan.replace(cost=pipe.assignment.costs)
+        plan = plan.replace(cost=next(iter(pipe.compiled.values())).assignment.costs)
     return plan.to_dict()
 
 
-def _graph(pipe: Savable) -> dict[str, Any]:
-    traced, assignment = pipe.traced, pipe.assignment
+def _graph(compiled: Compiled, example: Sequence[torch.Tensor]) -> dict[str, Any]:
+    traced, assignment = compiled.traced, compiled.assignment
     signature = traced.signature
     kinds = [c for spec in (signature.spec, traced.out_spec) for c in classes_in(spec)]
     return {
@@ -264,7 +267,7 @@ def _graph(pipe: Savable) -> dict[str, Any]:
             for a in signature.arguments
         ],
         "argument_constants": [[i, encode(v)] for i, v in sorted(signature.constants.items())],
-        "example": [[list(x.shape), encode(x.dtype), x.requires_grad] for x in pipe.example],
+        "example": [[list(x.shape), encode(x.dtype), x.requires_grad] for x in example],
         "out_spec": spec_to_text(traced.out_spec),
         "nodes": [_node(node, traced) for node in traced.graph.nodes],
         "outputs": [encode(v) for v in output_values(traced.graph)],
@@ -283,9 +286,9 @@ def _graph(pipe: Savable) -> dict[str, Any]:
         if isinstance(assignment.device_map, str)
         else dict(assignment.device_map),
         "forecast": asdict(assignment.forecast),
-        "regions": [region_runs(stage) for stage in pipe.program.stages],
-        "batch_dims": list(pipe.dims.dims),
-        "merges": [asdict(m) for m in pipe.merges],
+        "regions": [region_runs(stage) for stage in compiled.stages],
+        "batch_dims": list(compiled.dims.dims),
+        "merges": [asdict(m) for m in compiled.merges],
         "assumptions": traced.assumptions.to_json(),
     }
 

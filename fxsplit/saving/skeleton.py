@@ -20,14 +20,13 @@ from .values import CannotEncodeError, Decoder, encode
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
-def describe(model: nn.Module, traced: Traced) -> dict[str, Any]:
+def describe(model: nn.Module, traced: Sequence[Traced]) -> dict[str, Any]:
     """The modules, parameters and buffers of `model`, without the values that a state_dict has.
 
     Modules that the program calls have their class and plain attributes; of those that were inlined only the
     place in the tree is needed.
     """
-    graphs = [traced] if traced.other_mode is None else [traced, traced.other_mode]
-    called = {str(n.target) for g in graphs for n in g.graph.nodes if n.op in ("call_module", "get_attr")}
+    called = {str(n.target) for g in traced for n in g.graph.nodes if n.op in ("call_module", "get_attr")}
     persistent = set(model.state_dict(keep_vars=True))
     first: dict[int, str] = {}
     tensors = []

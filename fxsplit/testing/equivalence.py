@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..batch.merge import merged, shown, split_gradients
+from ..batch.merge import merged, split_gradients
 from ..batch.scattered import Scattered
 from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
+from ..compiled import Compiled
 from ..errors import ArgumentError, VerifyError
 from ..graph.nodes import first_difference, structure
 from ..modules.state import preserved
@@ -89,21 +90,21 @@ def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]
 def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
     leaves = _leaves(inputs)
     views = [x.view_as(x) if x.requires_grad else x for x in leaves]
-    pipe = pipe.active
+    made = pipe.active
     chunks, rows = pipe.micro_batches(views)
     results = []
     for chunk in chunks:
-        args, kwargs = pipe.traced.signature.unflatten(chunk)
-        weights = _weights(model, pipe, chunk)
+        args, kwargs = made.traced.signature.unflatten(chunk)
+        weights = _weights(model, made, chunk)
         results.append([*tree_leaves(model(*args, **kwargs)), *weights])
     columns = list(zip(*results, strict=True))
-    outputs = merged(pipe.merges, columns, rows)
+    outputs = merged(made.merges, columns, rows)
     seeds = {
         i: gradient_for(v)
         for i, v in enumerate(outputs)
         if isinstance(v, torch.Tensor) and any(part.requires_grad for part in columns[i])
     }
-    pieces = split_gradients(pipe.merges, seeds, columns, rows)
+    pieces = split_gradients(made.merges, seeds, columns, rows)
     for k, row in enumerate(results):
         pairs = [(row[i], given[k]) for i, given in pieces.items() if given[k] is not None]
         if pairs:
@@ -111,13 +112,13 @@ def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor])
     return _collect(model, leaves, outputs)
 
 
-def _weights(model: nn.Module, pipe: Pipeline, chunk: Sequence[torch.Tensor]) -> list[Any]:
+def _weights(model: nn.Module, made: Compiled, chunk: Sequence[torch.Tensor]) -> list[Any]:
     """What one micro-batch counts in each mean that is weighted: the model does not say it, its graph does."""
-    count = shown(pipe.merges)
-    if count == len(pipe.merges):
+    count = made.merges.shown
+    if count == len(made.merges):
         return []
     with preserved(model, parameters=True):
-        return list(pipe.traced.module(*chunk))[count:]
+        return list(made.traced.module(*chunk))[count:]
 
 
 def _collect(model: nn.Module, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> dict[str, Any]:

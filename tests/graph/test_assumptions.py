@@ -582,7 +582,10 @@ def test_after_any_changes_an_error_or_the_model_s_numbers(changes):
     model, pipe = made()
     pipe(X)
     for change in changes:
-        change(model)
+        try:
+            change(model)
+        except TypeError:
+            return  # torch refuses it after the changes before
         with contextlib.suppress(AssumptionError):
             assert_same(model, pipe)
     try:

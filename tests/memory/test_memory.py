@@ -37,7 +37,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_deep_model_keeps_what_the_simulation_predicts(policy):
     pipe = compiled(deep(), (IDS,), stages=3, micro_batches=2, checkpoint=policy)
-    pipe.__dict__["_serial"] = True  # the profiler counts the calling thread
+    pipe._begun.common.serial = True  # the profiler counts the calling thread
     pipe(IDS)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

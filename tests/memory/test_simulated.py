@@ -24,7 +24,7 @@ class _Packed:
 
 def _kept_by_workers(pipe, step, monkeypatch):
     """The most bytes that each worker keeps for backward at once: what autograd has saved, and what stages hold."""
-    monkeypatch.setitem(pipe.__dict__, "_serial", True)
+    monkeypatch.setattr(pipe._begun.common, "serial", True)
     worker_of = {a.stage: w for w, actions in enumerate(pipe.schedule.workers) for a in actions}
     most, alive, now = [0] * len(pipe.schedule.workers), {}, []
     known = [*pipe.parameters(), *pipe.example]

@@ -88,7 +88,7 @@ def test_an_output_goes_there_in_both_modes(device_map):
     model = Otherwise()
     twin = copy.deepcopy(model)
     pipe = fxsplit.compile(model, Plan(device_map=device_map, micro_batches=2), example_args=(X,))
-    assert pipe.other_mode is not None
+    assert pipe.compiled[True] is not pipe.compiled[False]
     for mode in (True, False):
         assert pipe.train(mode)(X).device.type == "cpu"
         torch.testing.assert_close(pipe(X), twin.train(mode)(X))

@@ -653,9 +653,10 @@ def test_the_other_mode_keeps_every_module_on_its_device(word):
     pipe = compiled(
         model, word, 2 * LAYER, 2 * LAYER
     )  # alone, the other mode would have b and c the other way
-    assert pipe.other_mode is not None
+    assert pipe.compiled[True] is not pipe.compiled[False]
     homes = [
-        {name: s.device for s in one for name, _ in s.named_parameters()} for one in (pipe, pipe.other_mode)
+        {name: s.device for s in one.stages for name, _ in s.named_parameters()}
+        for one in pipe.compiled.values()
     ]
     assert homes[0] == homes[1] and len(set(homes[0].values())) == 2
     assert_equivalent(model, pipe, torch.randn(5, 4))
@@ -681,7 +682,7 @@ def test_a_tied_weight_inside_of_a_module_that_stays_whole_in_both_modes():
         pipe.train(mode)
         assert [d.index for d in pipe.active.devices] == [0, 1, 0]
         assert_equivalent(model, pipe, torch.randn(5, 4), rtol=1e-5, atol=1e-6)
-    assert pipe.active is pipe.other_mode
+    assert pipe.active is pipe.compiled[False]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_workers_and_one_thread_give_the_same_bits(schedule, checkpoint):
     )
     found = []
     for serial in (False, True, False):
-        pipe.__dict__["_serial"] = serial
+        pipe._begun.common.serial = serial
         model.zero_grad()
         torch.manual_seed(5)
         loss = pipe.step(x, target=target, **LOSS)
@@ -83,10 +83,10 @@ def test_weights_get_their_gradients_later_and_nothing_is_computed_twice(schedul
         copy.deepcopy(model), plan.replace(schedule="1f1b", workers=None), example_args=(x,)
     )
     with torch.profiler.profile() as halves:
-        pipe.__dict__["_serial"] = True
+        pipe._begun.common.serial = True
         pipe.step(x, target=target, **LOSS)
     with torch.profiler.profile() as whole:
-        twin.__dict__["_serial"] = True
+        twin._begun.common.serial = True
         twin.step(x, target=target, **LOSS)
 
     def products(profile):

@@ -276,7 +276,7 @@ class OtherOutputs(nn.Module):
 def test_8_a_model_that_takes_another_path_in_eval_mode(start, plan):
     model = OtherOutputs().train(start)
     pipe = fxsplit.compile(model, fxsplit.Plan(**plan), example_args=(torch.randn(4, 4),))
-    assert pipe.traced.modes == (start,) and pipe.other_mode.traced.modes == (not start,)
+    assert pipe.traced.modes == (start,) and pipe.compiled[not start].traced.modes == (not start,)
     assert "another path" in pipe.traced.report()
     for twin in (pipe, copy.deepcopy(pipe)):
         for mode in (True, False, True):

@@ -108,8 +108,10 @@ def _keep(
     crossings: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Leave a record for the backward."""
-    moved = {id(tensor): arrived for tensor, arrived in crossings}
-    record = Record({}, {id(arrived): tensor.device for tensor, arrived in crossings}, {})
+    moved, record = {}, Record({}, {}, {})
+    for tensor, arrived in crossings:
+        moved[id(tensor)] = arrived
+        record.homes[id(arrived)] = tensor.device
     for name, value in values[0].items():
         leaves = tree_leaves(value)
         record.inputs[name] = [moved.get(id(leaf), leaf) for leaf in leaves] if moved else leaves

@@ -1,0 +1,100 @@
+"""What people ask of a pipeline: whether it is right, what it keeps, how its stages look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .compiled import Compiled
+from .cost.saved import Live, measured_saved
+from .graph.ir import Traced
+from .graph.moved import Example
+from .graph.nodes import output_names
+from .memory.kept import kept_by_device
+from .proof.numerics import verify_numerics
+from .proof.plan import in_micro_batches, verify_sizes
+from .proof.structure import RULES, verify_structure
+from .report.tables import stage_table
+from .runtime.engine import Engine, over
+
+
+def verify(every: Iterable[Engine], now: Engine, example: Example) -> str:
+    """Prove that each program is its traced graph; and compare the numbers of one with the model's.
+
+    Returns:
+        What was shown, a line for each rule.
+
+    Raises:
+        VerifyError: names the rule or the first number that differs.
+    """
+    model, compiled, inputs = now.model, now.compiled, example.for_model(now.model)
+    for engine in every:
+        engine.watch.use_current_modules()
+        verify_structure(model, engine.compiled.traced, engine.compiled.program)
+    lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
+    # Backward in this thread, which has the lock: autograd's own for a device would wait for it.
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        torch.set_grad_enabled(compiled.traced.assumptions.grad),
+    ):
+        beside, traced = _beside(now, example)
+        verify_numerics(beside, traced, now.run_whole, inputs, of=model)
+        lines.append("numbers: outputs, gradients, buffers and random state equal the model's on the example")
+        if compiled.dims.batch_size(inputs) and compiled.plan.micro_batches > 1:
+            verify_sizes(beside, traced, compiled.dims, now.micro_batches(inputs)[1], inputs)
+            if verify_micro_batches(now, example, inputs):
+                lines.append("micro-batches: the same, for the model on one micro-batch after the other")
+    return "\n".join(lines)
+
+
+def verify_micro_batches(now: Engine, example: Example, inputs: Sequence[torch.Tensor]) -> bool:
+    """Compare outputs and buffers with the model's on the same micro-batches, one after the other.
+
+    Returns:
+        False if they are not comparable: random numbers, or statistics of the whole batch.
+
+    Raises:
+        VerifyError: names the first value that differs.
+    """
+    compiled, (_, rows) = now.compiled, now.micro_batches(inputs)
+    plan = compiled.plan
+    random = any(stage.random for stage in compiled.stages) and now.model.training
+    if random or plan.deferred_batch_norm or plan.sync_batch_norm or now.crew.meets(len(rows)):
+        return False
+    beside, traced = _beside(now, example)
+    whole = in_micro_batches(beside, traced, compiled.dims, compiled.merges, rows)
+    # Without gradients: a loop goes backward with each micro-batch before the next one writes to buffers.
+    with torch.no_grad():
+        verify_numerics(beside, traced, lambda values: now.run_in(rows, values), inputs, whole, of=now.model)
+    return True
+
+
+def memory(now: Engine, example: Example) -> dict[torch.device, Live]:
+    """Per device the bytes of activations that a batch like the example keeps for backward, by simulation."""
+    compiled, crew = now.compiled, now.crew
+    with now.common.lock:
+        saved = measured_saved(*_beside(now, example), example.for_model(now.model))
+    count = len(now.micro_batches(example.inputs)[1])
+    schedule = crew.schedule_for(count, crew.meets(count))
+    return kept_by_device(
+        saved, compiled.traced, compiled.stages, schedule, count, compiled.plan.recomputation
+    )
+
+
+def report(model: nn.Module, compiled: Compiled) -> str:
+    """The stage table, and what there is to say of how outputs merge."""
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    table = stage_table(compiled.plan, compiled.traced, compiled.assignment, sizes)
+    named = zip(output_names(compiled.traced), compiled.merges, strict=False)
+    merges = [f"{name}: {m.how} over micro-batches, {m.note}" for name, m in named if m.note]
+    return "\n".join([table, *merges])
+
+
+def _beside(engine: Engine, example: Example) -> tuple[nn.Module, Traced]:
+    """The model and its graph where the example is: a copy, where the model has been moved."""
+    model = example.beside(engine.model)
+    if model is engine.model:
+        return model, engine.compiled.traced
+    return model, over({model.training: engine.compiled}, model)[model.training].traced
