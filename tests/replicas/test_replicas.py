@@ -39,7 +39,7 @@ def replicated(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=EXAMPLES)  # test_every_schedule.py has replicas in two of three of its cases, too
+@settings(max_examples=2 * EXAMPLES)
 @given(modules(), replicated(), st.integers(1, 2), st.data())
 def test_replicas_are_bit_equal_to_accumulation(model, plan, inputs, data):
     assume(not any(name == "view_add_" for name, _, _ in model.recipe))
