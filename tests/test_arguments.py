@@ -11,6 +11,7 @@ import fxsplit
 from fxsplit import Plan, errors
 from fxsplit.__main__ import main
 from fxsplit.errors import FxsplitError, StageIndexError
+from fxsplit.runtime.crew import Crew
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +123,8 @@ def test_what_follows_from_a_plan_follows_anew():
 
 def test_more_micro_batches_than_rows_cost_nothing(monkeypatch):
     counts = []
-    tape_for = fxsplit.Pipeline.tape_for
-    monkeypatch.setattr(fxsplit.Pipeline, "tape_for", lambda self, n: counts.append(n) or tape_for(self, n))
+    tape_for = Crew.tape_for
+    monkeypatch.setattr(Crew, "tape_for", lambda self, n, meets: counts.append(n) or tape_for(self, n, meets))
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for schedule in ("gpipe", "1f1b"):
         plan = Plan(stages=2, micro_batches=10**6, schedule=schedule)
