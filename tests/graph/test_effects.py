@@ -1,6 +1,7 @@
 """What may happen counts: state that is written, random numbers, and what is computed a second time."""
 
 import copy
+import itertools
 import random
 import threading
 import time
@@ -681,7 +682,7 @@ class Waits(nn.Module):
     """Lets other threads do something."""
 
     def forward(self, x):
-        time.sleep(0.01)
+        time.sleep(0.03)
         return x * 1
 
 
@@ -690,8 +691,10 @@ def test_a_thread_that_draws_meanwhile_is_named_where_it_matters(draws):
     stop = threading.Event()
 
     def draw():
-        while not stop.wait(0.0005):
-            torch.rand(10)
+        for size in itertools.cycle(range(1, 98)):  # so that two runs hardly ever find the same
+            if stop.wait(0.0005):
+                break
+            torch.rand(size)
 
     thread = threading.Thread(target=draw)
     thread.start()
