@@ -21,11 +21,12 @@ from torch import nn
 
 from ..arguments import explained
 from ..errors import PartitionError, PlanError, did_you_mean
+from .choice import Choice
 from .sizes import nbytes_of
 
 
-class Checkpoint:
-    """A policy. Equal to its spelling in a plan, and prints as it.
+class Checkpoint(Choice):
+    """A policy.
 
     Attributes:
         everything: whether whole stages are recomputed, and not modules that are chosen.
@@ -33,7 +34,6 @@ class Checkpoint:
     """
 
     everything: ClassVar[bool] = False
-    spelling: Any  # what it is written as in a plan
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"cannot assign to field {name!r}")
@@ -102,16 +102,6 @@ class Checkpoint:
             PartitionError: `model` has no such module.
         """
         return []
-
-    def __eq__(self, other: object) -> bool:
-        spelling = other.spelling if isinstance(other, Checkpoint) else other
-        return bool(self.spelling == (tuple(spelling) if isinstance(spelling, list) else spelling))
-
-    def __hash__(self) -> int:
-        return hash(self.spelling)
-
-    def __repr__(self) -> str:
-        return repr(self.spelling)
 
     def __str__(self) -> str:
         return str(self.spelling)
@@ -212,6 +202,9 @@ class Budget(Checkpoint):
     @property
     def limit(self) -> int:
         return self.nbytes
+
+    def __reduce__(self) -> Any:
+        return Budget, (self.nbytes,)
 
     def __repr__(self) -> str:
         return f"Budget(nbytes={self.nbytes})"

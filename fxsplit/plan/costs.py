@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import PlanError, did_you_mean
+from .choice import Choice
 from .hardware import Device
 
 BACKWARD = 2  # it computes a gradient for each of the two operands of a product
@@ -75,8 +76,8 @@ Weigh = Callable[[NodeCost, Passes, Device], float]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cost:
-    """One way to weigh. Equal to its spelling in a plan, and prints as it.
+class Cost(Choice):
+    """One way to weigh.
 
     Attributes:
         name: in the stage table.
@@ -86,7 +87,7 @@ class Cost:
         needs: what has to be known of a node: its parameters; also what one run of the example tells (counts); also its
             measured seconds.
         rates: whether the device has to be described with its rate and bandwidth.
-        spelling: what it is written as in a plan, if not by its name.
+        spelling: the user's seconds; by default the name.
     """
 
     name: str
@@ -95,6 +96,10 @@ class Cost:
     needs: Literal["parameters", "counts", "seconds"] = "counts"
     rates: bool = False
     spelling: Any = None
+
+    def __post_init__(self) -> None:
+        if self.spelling is None:
+            object.__setattr__(self, "spelling", self.name)
 
     @staticmethod
     def of(value: object) -> Cost:
@@ -124,7 +129,7 @@ class Cost:
     @property
     def own(self) -> bool:
         """Whether the seconds are the user's."""
-        return self.spelling is not None
+        return not isinstance(self.spelling, str)
 
     @property
     def plain(self) -> Any:
@@ -137,7 +142,7 @@ class Cost:
             raise PlanError(
                 "cost= is a function, which is not written to a file", remedy="cost=pipe.assignment.costs"
             )
-        return self.spelling if self.own else self.name
+        return self.spelling
 
     def loads(
         self,
@@ -164,18 +169,6 @@ class Cost:
         if self.own and not any(found.values()):
             raise PlanError("cost= is 0 seconds for every node", remedy='seconds, or cost="params"')
         return found
-
-    def __eq__(self, other: object) -> bool:
-        def told(cost: Any) -> Any:
-            return (cost.spelling if cost.own else cost.name) if isinstance(cost, Cost) else cost
-
-        return bool(told(self) == told(other))
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return repr(self.spelling if self.own else self.name)
 
 
 CATALOG: dict[str, Cost] = {

@@ -1,5 +1,8 @@
 """`Plan`: validated on construction, equal by value, round-trips through a dict and a file."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +27,34 @@ def test_round_trip_through_a_file(tmp_path):
         plan.save(tmp_path / "plan.json")
         assert fxsplit.Plan.load(tmp_path / "plan.json") == plan
         assert eval(repr(plan), {"Plan": fxsplit.Plan}) == plan
+
+
+def by_name(path, module):
+    return path == "a"
+
+
+def seconds(node):
+    return float(node.flops)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"checkpoint": "always", "cost": "roofline", "hardware": "A100-80GB"},
+        {"checkpoint": ["a", "b"], "cost": {"a": 1.0}},
+        {"checkpoint": by_name, "cost": seconds},
+        {"checkpoint": fxsplit.Budget("1MB")},
+    ],
+)
+def test_a_plan_goes_to_other_processes(fields):
+    plan = fxsplit.Plan(stages=2, **fields)
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), plan.replace()):
+        assert again == plan and repr(again) == repr(plan)
+        for name, value in fields.items():
+            chosen = getattr(again, name)
+            if name in ("checkpoint", "cost"):
+                assert chosen == value and (isinstance(value, dict | list) or hash(chosen) == hash(value))
 
 
 def test_a_file_that_is_no_plan(tmp_path):
