@@ -10,6 +10,7 @@ import functools
 import importlib
 import multiprocessing
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,16 +93,41 @@ def on_model(name, model, step, **more):
     )
 
 
+def train(model, pairs, count):
+    """One micro-batch after the other, of `count` of the batch."""
+    for x, target in pairs:
+        (loss_of(model(x), target) / count).backward()
+
+
+def pairs_of(task, micro_batches):
+    """The batch in micro-batches."""
+    return list(zip(task.x.chunk(micro_batches), task.target.chunk(micro_batches), strict=True))
+
+
 def eager(task, micro_batches=1, name="eager"):
     """The model itself; micro-batches one after the other."""
-    model = copy.deepcopy(task.model)
-    pairs = list(zip(task.x.chunk(micro_batches), task.target.chunk(micro_batches), strict=True))
+    model, pairs = copy.deepcopy(task.model), pairs_of(task, micro_batches)
+    return on_model(name, model, lambda: train(model, pairs, len(pairs)))
+
+
+def two_threads(task, name, micro_batches=8):
+    """What two cores can do: two threads that know nothing of each other, each with a model and half of the batch."""
+    first, second = models = [copy.deepcopy(task.model) for _ in range(2)]
+    pairs = pairs_of(task, micro_batches)
+    half = len(pairs) // 2
 
     def step():
-        for x, target in pairs:
-            (loss_of(model(x), target) / len(pairs)).backward()
+        parts = zip(models, (pairs[:half], pairs[half:]), strict=True)
+        threads = [threading.Thread(target=train, args=(m, part, len(pairs))) for m, part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-    return on_model(name, model, step)
+    found = on_model(name, nn.ModuleList(models), step)
+    parameters = list(zip(first.parameters(), second.parameters(), strict=True))
+    found.gradients = lambda: [a.grad + b.grad for a, b in parameters]
+    return found
 
 
 def split(task, name, *, serial=False, base="eager", **plan):
@@ -201,6 +227,12 @@ def stages(task):
     ]
 
 
+def two_processes(task, name):
+    """The same with two processes."""
+    processes = Processes(task, functools.partial(_half_process, name))
+    return processes, processes.variant(name, lambda answers: [a + b for a, b in zip(*answers, strict=True)])
+
+
 def replicas(task, names):
     """DistributedDataParallel, half of the batch in each process: the processes, and a variant for each of `names`.
 
@@ -236,6 +268,15 @@ def _stage_process(rank, folder, pipe):
         given = {"target": task.target, "return_outputs": False}
         steps[name] = functools.partial(play, **given) if rank else functools.partial(play, task.x)
     _serve(pipe, modules, steps)
+
+
+def _half_process(name, rank, folder, pipe, micro_batches=8):
+    """One process, with a model and half of the batch; it says nothing to the other."""
+    task = _join(rank, folder)
+    model, pairs = copy.deepcopy(task.model), pairs_of(task, micro_batches)
+    half = len(pairs) // 2
+    part = pairs[half * rank : half * (rank + 1)]
+    _serve(pipe, {name: model}, {name: lambda: train(model, part, len(pairs))})
 
 
 def _replica_process(names, rank, folder, pipe):

@@ -154,8 +154,8 @@ def main() -> None:
         if name == "data":
             part.add_argument("--layers", type=int, default=8, help="of the model")
     options = parser.parse_args()
-    with_allocator()
-    print_environment()
+    with_allocator("glibc")
+    print_environment("glibc")
     PARTS[options.part](options)
 
 

@@ -1,6 +1,6 @@
 """How long does a pipelined training step take, what does the runtime itself cost, and what does a step keep?
 
-    python benchmarks/runtime.py speed [--layers 8] [--rounds 15]
+    python benchmarks/runtime.py speed [--layers 8] [--rounds 15] [--allocator kept]
     python benchmarks/runtime.py overhead [--layers 8] [--rounds 21]
     python benchmarks/runtime.py micro-batches [--layers 8] [--rounds 15]
     python benchmarks/runtime.py small [--rounds 21]
@@ -14,7 +14,8 @@ tables have its median and its quartiles. Before that, the gradients of every va
 worker has one intra-op thread. Peers that are not installed are left out.
 
 ``speed``: 2 stages and 8 micro-batches against eager in one thread. No schedule of 2 equal stages takes less than
-(8 + 1) / (2 * 8) = 0.5625 of it. torchgpipe and fairscale.nn.Pipe are GPipe in threads, whose backward on the CPU is
+(8 + 1) / (2 * 8) = 0.5625 of it. What two cores can do at that moment is measured too: two threads, and two processes,
+that train on half of the batch each and never wait; a pipeline cannot take less than 1.125 of that. torchgpipe and fairscale.nn.Pipe are GPipe in threads, whose backward on the CPU is
 all in the calling thread; torch.distributed.pipelining has a process for each stage, timed from the word to start to the
 last one's word that it is done.
 
@@ -58,6 +59,8 @@ from peers import (
     stages,
     threaded_peer,
     transformer,
+    two_processes,
+    two_threads,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,12 +68,14 @@ from torch.utils._pytree import tree_leaves
 import fxsplit
 
 # glibc gives large blocks back to the kernel as soon as they are free, and each step then faults its activations in
-# again, page by page: eager's whole batch more than micro-batches. All variants alike keep what they had.
+# again, page by page: eager's whole batch more than micro-batches. With `--allocator kept`, all variants alike keep what
+# they had; by default they have what users have, and this process what fxsplit sets (fxsplit/runtime/allocator.py).
 ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "-1",
     "MALLOC_TOP_PAD_": "268435456",
     "MALLOC_MMAP_MAX_": "0",
 }
+CEILINGS = ("two threads, half each", "two processes, half each")
 MIB = 2**20
 CLOSE = 1e-4  # of a parameter's largest gradient
 
@@ -150,10 +155,13 @@ def speed(options):
     """2 stages and 8 micro-batches, and the peers."""
     task = transformer(options.layers)
     processes, pipelining = stages(task)
+    others, ceiling = two_processes(task, CEILINGS[1])
     try:
         variants = [
             eager(task),
             eager(task, 8, "eager, 8 micro-batches"),
+            two_threads(task, CEILINGS[0]),
+            ceiling,
             *(
                 split(task, f"fxsplit {schedule}", stages=2, micro_batches=8, schedule=schedule)
                 for schedule in ("gpipe", "1f1b")
@@ -161,10 +169,17 @@ def speed(options):
             *installed_peers(task),
             *pipelining,
         ]
-        ratio_table(variants, measure(variants, options.rounds or 15))
+        found = measure(variants, options.rounds or 15)
+        ratio_table(variants, found)
     finally:
         processes.close()
-    print("ideal bound: (8 + 1) / (2 * 8) = 0.5625")
+        others.close()
+    print("ideal bound: (8 + 1) / (2 * 8) = 0.5625 of eager, 1.125 of what two cores reach without waiting:")
+    for name in CEILINGS:
+        reached = {
+            v.name: spread(found, v.name, name)[0] for v in variants if v.threads > 1 or v in pipelining
+        }
+        print(f"of {name}:", ", ".join(f"{each} {middle:.3f}" for each, middle in reached.items()))
 
 
 def overhead(options):
@@ -417,33 +432,45 @@ def arguments():
             part.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
         else:
             part.add_argument("--rounds", type=int, help="how often each variant has its turn")
+        part.add_argument(
+            "--allocator",
+            choices=("glibc", "kept"),
+            default="kept" if name == "memory" else "glibc",
+            help="settings",
+        )
         if name in ("speed", "overhead", "micro-batches"):
             part.add_argument("--layers", type=int, default=8, help="of the model")
     return parser.parse_args()
 
 
-def with_allocator():
-    """Begin the process again with `ALLOCATOR`, unless it has it."""
-    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
+def with_allocator(allocator):
+    """Begin the process again with the settings of its allocator, unless it has them."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    wanted = {**others, **(ALLOCATOR if allocator == "kept" else {})}
+    if wanted != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
 
 
-def print_environment():
+def print_environment(allocator):
     """What the figures were taken with."""
-    settings = " ".join(f"{name}={value}" for name, value in ALLOCATOR.items())
+    settings = (
+        " ".join(f"{name}={value}" for name, value in ALLOCATOR.items())
+        if allocator == "kept"
+        else "allocator as it is"
+    )
     print(f"environment: torch {torch.__version__}, {os.cpu_count()} cores, {settings}", flush=True)
 
 
 def main() -> None:
     """Run one of the parts."""
     options = arguments()
-    with_allocator()
+    with_allocator(options.allocator)
     if getattr(options, "one", None):
         bytes_of(*options.one, options.steps)
     else:
-        print_environment()
+        print_environment(options.allocator)
         PARTS[options.part](options)
     gc.collect()  # fairscale's pipe waits for its threads in __del__: forever, if the interpreter is ending
 

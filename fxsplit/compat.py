@@ -571,3 +571,5 @@ GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
 plain_tensors = (
     torch._C.DisableTorchFunctionSubclass
 )  # torch 2.9 to 2.15: subclasses of tensors compute as tensors
+
+add_each = torch._foreach_add_  # torch 2.9 to 2.15: in place, each to its own, in one call

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..compat import plain_tensors
+from ..compat import add_each, plain_tensors
 
 
 class OrderedSum:
@@ -38,17 +38,22 @@ class OrderedSum:
                 self._next += 1
 
     def _accumulate(self, terms: Sequence[torch.Tensor | None]) -> None:
-        for k, (so_far, term) in enumerate(zip(self._sums, terms, strict=True)):
-            if term is None:
-                continue
-            if so_far is None:
-                self._sums[k] = term
-                continue
-            with plain_tensors():  # as autograd adds them, whatever class they have
-                if self._owned[k] and not so_far.is_sparse:
-                    so_far += term
-                else:
+        ours, more = list[torch.Tensor](), list[torch.Tensor]()
+        with plain_tensors():  # as autograd adds them, whatever class they have
+            for k, (so_far, term) in enumerate(zip(self._sums, terms, strict=True)):
+                if term is None:
+                    continue
+                if so_far is None:
+                    self._sums[k] = term
+                elif not self._owned[k] or so_far.is_sparse:
                     self._sums[k], self._owned[k] = so_far + term, True
+                elif type(so_far) is type(term) is torch.Tensor:
+                    ours.append(so_far)
+                    more.append(term)
+                else:
+                    so_far += term
+            if ours:
+                add_each(ours, more)
 
     def total(self) -> list[torch.Tensor | None]:
         """The sums of all terms; None where there was none.

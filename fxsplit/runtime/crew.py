@@ -27,6 +27,7 @@ from ..schedules.check import check_schedule
 from ..schedules.lower import lower
 from ..schedules.schedule import Schedule
 from ..schedules.tape import Tape
+from .allocator import keep_pages
 from .call import Call
 from .unsaid import Shared, has_whole, shared_objects
 from .wiring import Wiring
@@ -49,6 +50,7 @@ class Crew:
         self._model, self._plan, self._program = model, plan, program
         self._tapes: dict[tuple[int, frozenset[tuple[int, int]]], Tape] = {}
         self.wiring = Wiring(program)
+        self._kept = False  # whether workers keep the memory that they free
         self._replicas: Replicas | None = None
         self._generation = 0
         self._company, self._left = company, left
@@ -92,7 +94,10 @@ class Crew:
             check_schedule(schedule, len(self._program.stages), micro_batches)
             flow = flow_of(self._program, self._plan.recomputation)
             loss = self._plan.loss_inside and micro_batches > 1
-            self._tapes[key] = lower(schedule, flow, meets, loss=loss)
+            self._tapes[key] = tape = lower(schedule, flow, meets, loss=loss)
+            if not self._kept and sum(map(bool, tape.workers)) > 1:
+                self._kept = True
+                keep_pages(self)
         return self._tapes[key]
 
     def meets(self, micro_batches: int) -> dict[int, int]:
