@@ -34,18 +34,26 @@ TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
 
 
-@functools.cache
-def _load_dynamo() -> None:
-    with warnings.catch_warnings():
-        importlib.import_module("torch._dynamo")
-
-
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch 2.13's. The first one of a process imports SymPy, which adds a filter of warnings; here it leaves none."""
+    """torch's, without what torch 2.10 to 2.15 wraps around ``__torch_dispatch__`` so that torch.compile looks away.
+
+    The first operation under such a mode imports torch._dynamo and SymPy, which takes 2.4 s and adds a filter of warnings,
+    and each one costs some microseconds more. What torch.compile has compiled does not run under a mode anyway.
+    """
 
     def __init__(self) -> None:
-        _load_dynamo()
         super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch 2.10 to 2.15
+        return False
+
+
+@functools.cache
+def load_dynamo() -> None:
+    """What the first operation under a dispatch mode of torch's own does, without SymPy's filter of warnings."""
+    with warnings.catch_warnings():
+        importlib.import_module("torch._dynamo")  # torch 2.10 to 2.15
 
 
 class _Record:

@@ -139,6 +139,7 @@ else:
     pipe = fxsplit.compile(model, fxsplit.Plan(stages=1, micro_batches=micro_batches), example_args=args)
     pipe.save_code(folder)
 pipe(*args).sum().backward()
+assert "export" in sys.argv or "torch._dynamo" not in sys.modules  # its import takes seconds
 pipe.memory()
 if "load" not in sys.argv:
     fxsplit.verify(pipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import operator
 import random
@@ -88,15 +89,15 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     )
     drawn = python_random_state()
-    writes = _KeptWhenWritten(watched)
+    memory = _Memory(watched)
     with torch.random.fork_rng(devices=devices):
         token = _LOOK.set(before)
         try:
-            with writes if watched else contextlib.nullcontext():
+            with _KeptWhenWritten.around(memory) if watched else contextlib.nullcontext():
                 yield
         finally:
             _LOOK.reset(token)
-            writes.restore()
+            memory.restore()
             restore_python_random(drawn)
             before.restore()
             for module, mode in modes:
@@ -174,40 +175,22 @@ def _same_items(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what parameters hold when an operation is about to write to them, below autograd and past ``.data``.
-
-    A copy of all of them would be as large as the model, and next to no forward writes to any.
-    """
-
-    supports_higher_order_operators = True
+class _Memory:
+    """What parameters hold, as far as somebody has written to it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__()
         self._parameters = [
             (p, p.detach()) for p in parameters
         ]  # the memory lives, whatever becomes of ``p.data``
         self._untouched = {storage_key(p): p.detach() for p in parameters}
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | (kwargs or {})
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._keep(given.get(argument.name))
-        return func(*args, **(kwargs or {}))
-
-    def _keep(self, written: Any) -> None:
-        for tensor in written if isinstance(written, list | tuple) else (written,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and self._untouched:
-                memory = self._untouched.pop(storage_key(tensor), None)
-                if memory is not None:
-                    whole = memory.as_strided(
-                        (memory.untyped_storage().nbytes() // memory.element_size(),), (1,), 0
-                    )
-                    self._kept.append((whole, whole.clone()))
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep what the memory of `tensor`, which is about to be written to, holds."""
+        memory = self._untouched.pop(storage_key(tensor), None)
+        if memory is not None:
+            whole = memory.as_strided((memory.untyped_storage().nbytes() // memory.element_size(),), (1,), 0)
+            self._kept.append((whole, whole.clone()))
 
     def restore(self) -> None:
         """Parameters have the memory that they had, and that holds what it held."""
@@ -217,6 +200,63 @@ class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     parameter.data = before
             for memory, value in self._kept:
                 memory.data.copy_(value)
+
+
+class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what parameters hold when an operation is about to write to them, below autograd and past ``.data``.
+
+    A copy of all of them would be as large as the model, and next to no forward writes to any. Every operation of a
+    compile is seen, so one inside of another is no mode of its own.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: list[_Memory] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for position, name in _written_by(func):
+            written = args[position] if position < len(args) else (kwargs or {}).get(name)
+            for tensor in written if isinstance(written, list | tuple) else (written,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    for memory in self._memories:
+                        memory.keep(tensor)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def around(memory: _Memory) -> Iterator[None]:
+        """Until the end, what is about to be written is kept in `memory`."""
+        mode = _WATCHING.get()
+        if mode is not None:
+            mode._memories.append(memory)
+            try:
+                yield
+            finally:
+                mode._memories.remove(memory)
+            return
+        mode = _KeptWhenWritten()
+        mode._memories.append(memory)
+        token = _WATCHING.set(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            _WATCHING.reset(token)
+
+
+_WATCHING: contextvars.ContextVar[_KeptWhenWritten | None] = contextvars.ContextVar("_WATCHING", default=None)
+
+
+@functools.cache
+def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    arguments = enumerate(schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

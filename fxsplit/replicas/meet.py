@@ -164,8 +164,9 @@ def _check_owners(model: nn.Module, program: Program) -> None:
                 "its copies would talk to each other in both at once",
                 remedy="replicas=1 for these stages, or one stage for both calls",
             )
-        read = [*(p for s in program.stages for p in (*s.parameters, *s.paths.values()))]
-        if path and not stages and callbacks_of(module) and any(is_within(name, path) for name in read):
+        if not path or stages or not callbacks_of(module):
+            continue
+        if any(is_within(name, path) for s in program.stages for name in (*s.parameters, *s.paths.values())):
             raise ModelError(
                 f"{path!r} has a replication callback, but only its parts are used and its forward is not called, so it "
                 "has no copies that could be told",

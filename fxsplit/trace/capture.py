@@ -88,8 +88,11 @@ class Taken:
         return replace(self, reads=reads, objects={o: None for o in self.objects if is_outside(o)})
 
     def __or__(self, other: Taken) -> Taken:
-        paths = dict.fromkeys((*self.reads, *other.reads))
-        reads = {path: {**self.reads.get(path, {}), **other.reads.get(path, {})} for path in paths}
+        reads = dict(self.reads)
+        for path, names in other.reads.items():
+            mine = reads.setdefault(path, names)
+            if mine != names:
+                reads[path] = {**mine, **names}
         first = {(where, what) for where, what, _ in self.asked}
         more = tuple(row for row in other.asked if row[:2] not in first)
         return Taken(reads, {**self.objects, **other.objects}, (*self.asked, *more))

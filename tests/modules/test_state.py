@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxsplit import errors
+from fxsplit.modules.state import preserved
 from fxsplit.testing import assert_equivalent
 from tests.helpers import SIX_ROWS, TwoLayers, compiled_on_rows, two_layers_with
 
@@ -106,6 +107,20 @@ def test_parameters_that_forward_writes():
         output.sum().backward()
         expected.sum().backward()
         assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
+
+
+def test_what_is_preserved_inside_of_what_is_preserved():
+    model = nn.Linear(2, 2)
+    first, other = model.weight.detach().clone(), torch.full((2, 2), 5.0)
+    with preserved(model, parameters=True):
+        with torch.no_grad():
+            model.weight.copy_(other)
+        for _ in range(2):
+            with preserved(model, parameters=True):
+                model.weight.data.zero_()
+                model.bias.data = torch.zeros(2)
+            assert torch.equal(model.weight, other) and model.bias.any()
+    assert torch.equal(model.weight, first)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
