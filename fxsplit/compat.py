@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import importlib
 import io
 import json
@@ -49,11 +48,17 @@ class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-
         return False
 
 
-@functools.cache
-def load_dynamo() -> None:
-    """What the first operation under a dispatch mode of torch's own does, without SymPy's filter of warnings."""
-    with warnings.catch_warnings():
-        importlib.import_module("torch._dynamo")  # torch 2.10 to 2.15
+def load_quietly(name: str) -> None:
+    """Import a module of torch's that its first use would import, without the filter of warnings that SymPy leaves."""
+    if name not in sys.modules:
+        with warnings.catch_warnings():
+            importlib.import_module(name)
+
+
+DYNAMO = "torch._dynamo"  # torch 2.10 to 2.15: by the first operation under a dispatch mode of torch's own
+SYMBOLIC_SHAPES = (
+    "torch.fx.experimental.symbolic_shapes"  # torch 2.9 to 2.15: by the first backward from gradients
+)
 
 
 class _Record:

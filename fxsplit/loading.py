@@ -16,7 +16,7 @@ from .arguments import explained
 from .batch.dims import BatchDims
 from .batch.merge import Merge, Merges, Total
 from .codegen.emit import generate
-from .compat import spec_from_text
+from .compat import SYMBOLIC_SHAPES, load_quietly, spec_from_text
 from .compiled import Compiled, by_mode
 from .compiler import compile
 from .errors import ArgumentError, FxsplitError, SerializeError
@@ -72,6 +72,7 @@ def load(
     """
     path = _folder(folder)
     _check_model(model)
+    load_quietly(SYMBOLIC_SHAPES)
     names = Names(model if isinstance(model, nn.Module) else None, trust)
     data = _program(path, folder)
     try:

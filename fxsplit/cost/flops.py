@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..compat import CPU_ATTENTION, CPU_RECURRENT_LAYER, TRILINEAR, load_dynamo
+from ..compat import CPU_ATTENTION, CPU_RECURRENT_LAYER, DYNAMO, TRILINEAR, load_quietly
 
 Shape = Sequence[int]
 
 
 def flop_counter() -> FlopCounterMode:
     """A mode that counts what runs under it; the same figure on the CPU as on the ``meta`` device."""
-    load_dynamo()
+    load_quietly(DYNAMO)
     return FlopCounterMode(display=False, custom_mapping=dict(_FUSED))
 
 

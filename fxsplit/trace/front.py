@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..batch.dims import BatchDims
-from ..compat import transforms_left
+from ..compat import SYMBOLIC_SHAPES, load_quietly, transforms_left
 from ..errors import ArgumentError, FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
 from ..graph.assumptions import ASKS_FOR_GRAD
 from ..graph.ir import NodeFacts, Traced
@@ -75,6 +75,7 @@ def trace(
             remedy="pass the module instance: fxsplit.compile(model, plan, example_args=(x,))",
         )
     _refuse_root(model)
+    load_quietly(SYMBOLIC_SHAPES)
     signature = Signature.of_example(model.forward, args, kwargs)
     inputs = signature.flatten(args, kwargs)
     dims = BatchDims.of_example(signature, inputs, batch_dims)
