@@ -25,7 +25,7 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # mallopt(3): these are of glibc's interface.
@@ -33,6 +33,18 @@ _M_TOP_PAD = -2
 _DEFAULT, _PAD = 128 * 1024, 256 * 2**20
 _LEARNED = 32 * 2**20 - 8192  # the largest that it learns from, with room for its header
 
+
+def _glibc() -> dict[str, Callable[..., Any]]:
+    """Functions of glibc, where that is the C library."""
+    if platform.libc_ver()[0] != "glibc":
+        return {}
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+    return {name: getattr(library, name) for name in ("malloc", "free", "mallopt", "malloc_trim")}
+
+
+_GLIBC = _glibc()
 _lock = threading.RLock()  # the collector may end an owner in the middle of `keep_pages`
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -43,28 +55,24 @@ def keep_pages(owner: object) -> None:
     Args:
         owner: can be referenced weakly.
     """
-    if not _is_glibcs(os.environ):
+    if not _GLIBC or not _is_chosen_by_nobody(os.environ):
         return
     with _lock:
         _owners.add(owner)
-        library = ctypes.CDLL(None)
-        library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        library.free.argtypes = [ctypes.c_void_p]
-        library.free(library.malloc(_LEARNED))
-        library.mallopt(_M_TOP_PAD, _PAD)
+        _GLIBC["free"](_GLIBC["malloc"](_LEARNED))
+        _GLIBC["mallopt"](_M_TOP_PAD, _PAD)
     weakref.finalize(owner, _give_back).atexit = False
 
 
 def _give_back() -> None:
     with _lock:
         if not any(True for _ in _owners):  # their number may still count one that is gone
-            library = ctypes.CDLL(None)
-            library.mallopt(_M_TOP_PAD, _DEFAULT)
-            library.malloc_trim(0)
+            _GLIBC["mallopt"](_M_TOP_PAD, _DEFAULT)
+            _GLIBC["malloc_trim"](0)
 
 
-def _is_glibcs(environment: Mapping[str, str]) -> bool:
-    """Whether memory is glibc's, and nobody has set how."""
+def _is_chosen_by_nobody(environment: Mapping[str, str]) -> bool:
+    """Whether the allocator is glibc's, as it is by default."""
     chosen = any(name.startswith("MALLOC_") for name in environment)
     chosen = chosen or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
-    return platform.libc_ver()[0] == "glibc" and not chosen and "LD_PRELOAD" not in environment
+    return not chosen and "LD_PRELOAD" not in environment

@@ -54,10 +54,10 @@ def test_a_step_takes_the_pages_of_the_step_before():
 
 
 def test_who_has_set_the_allocator_is_left_alone():
-    assert allocator._is_glibcs({"PATH": "/bin"})
+    assert allocator._is_chosen_by_nobody({"PATH": "/bin"})
     for variable in (
         {"MALLOC_ARENA_MAX": "1"},
         {"GLIBC_TUNABLES": "glibc.malloc.top_pad=0"},
         {"LD_PRELOAD": "libjemalloc.so"},
     ):
-        assert not allocator._is_glibcs(variable)
+        assert not allocator._is_chosen_by_nobody(variable)
