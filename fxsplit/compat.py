@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,14 +35,17 @@ OpOverload = torch._ops.OpOverload  # torch 2.13
 
 
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch's, without what torch 2.10 to 2.15 wraps around ``__torch_dispatch__`` so that torch.compile looks away.
+    """torch's, which torch.compile looks away from, but only where there is a torch.compile.
 
-    The first operation under such a mode imports torch._dynamo and SymPy, which takes 2.4 s and adds a filter of warnings,
-    and each one costs some microseconds more. What torch.compile has compiled does not run under a mode anyway.
+    What torch 2.10 to 2.15 wraps around ``__torch_dispatch__`` for that imports torch._dynamo and SymPy, which takes 2.4 s
+    and adds a filter of warnings, and costs some microseconds for each operation.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        if DYNAMO in sys.modules:  # as it is when a module has been compiled
+            own = torch._disable_dynamo(type(self).__torch_dispatch__, recursive=True)  # torch 2.9 to 2.15
+            self.__torch_dispatch__ = types.MethodType(own, self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch 2.10 to 2.15
