@@ -44,8 +44,9 @@ class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if DYNAMO in sys.modules:  # as it is when a module has been compiled
-            own = torch._disable_dynamo(type(self).__torch_dispatch__, recursive=True)  # torch 2.9 to 2.15
-            self.__torch_dispatch__ = types.MethodType(own, self)
+            disable = torch._disable_dynamo  # type: ignore[attr-defined]  # torch 2.9 to 2.15
+            own = disable(type(self).__torch_dispatch__, recursive=True)
+            self.__dict__["__torch_dispatch__"] = types.MethodType(own, self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch 2.10 to 2.15

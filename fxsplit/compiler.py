@@ -24,6 +24,7 @@ from .graph.ir import Assignment, Program, Traced
 from .graph.moved import Example
 from .graph.nodes import is_within, output_values
 from .graph.place import check_attributes, check_devices, gathered, place
+from .graph.signature import Signature
 from .memory.regions import Runs, chosen_runs
 from .memory.simulated import with_simulated_memory
 from .merging.decide import Merging, find_merges
@@ -43,6 +44,8 @@ from .report.tables import stage_table
 from .runtime.unsaid import whole_modules
 from .schedules.schedule import Schedule
 from .trace.front import TRACING, trace
+from .trace.without_values import all_on_meta, as_on_cpu, has_no_values, with_some_values, without_values
+from .weights.sources import source_of
 
 
 @explained(
@@ -59,6 +62,7 @@ def compile(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     tracer: Any = None,
     check: bool = True,
+    weights: Any = None,
 ) -> Pipeline:
     """Split an unchanged model into stages and return a pipeline that computes the same.
 
@@ -74,8 +78,9 @@ def compile(
         check: compare outputs, gradients, buffers and random numbers with the model's: of every captured graph, on
             the example and on another batch size, before it is accepted; and of the split, on the example. Without
             it the model runs once in each mode, its graph once in each mode, and for micro-batches once more on
-            the example and on a part of it; a model on the ``meta`` device can be planned so. The structural proof
-            is made in any case.
+            the example and on a part of it. The structural proof is made in any case. Of a model on the ``meta`` device
+            there are no numbers to compare: `Pipeline.verify` does it when there are weights.
+        weights: of a model on the ``meta`` device: what `Pipeline.load_weights` takes.
 
     Returns:
         The pipeline, an `nn.Module` with the model's own tree.
@@ -85,21 +90,26 @@ def compile(
             `fxsplit.errors`. Nothing has changed then.
     """
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
-    grad = torch.is_grad_enabled()
-    with TRACING, torch.inference_mode(False), torch.enable_grad(), _able_to_run(model, example_args, kwargs):
-        traced = trace(
-            model,
-            example_args,
-            kwargs,
-            leaf_modules=leaf_modules,
-            tracer=tracer,
-            batch_dims=plan.batch_dims,
-            check=check,
-            grad=grad,
-        )
-        inputs = traced.signature.flatten(example_args, kwargs)
-        pipe = _pipeline(model, traced, plan, inputs, check)
-        if check:
+    grad, empty = torch.is_grad_enabled(), has_no_values(model)
+    source = None if weights is None else source_of(weights)
+    able = contextlib.nullcontext() if empty else _able_to_run(model, example_args, kwargs)
+    with TRACING, torch.inference_mode(False), torch.enable_grad(), able:
+        with all_on_meta(model) if empty else contextlib.nullcontext():
+            given = (example_args, kwargs)
+            traced = trace(
+                model,
+                *(without_values(given) if empty else given),
+                leaf_modules=leaf_modules,
+                tracer=tracer,
+                batch_dims=plan.batch_dims,
+                check=check and not empty,
+                grad=grad,
+            )
+            inputs = traced.signature.flatten(*(without_values(given) if empty else given))
+            pipe = _pipeline(model, traced, plan, inputs, check)
+        if empty:
+            pipe.is_like(with_some_values(Signature.of_example(model.forward, *given).flatten(*given)))
+        if check and not empty:
             _verify_split(pipe, inputs)
         replicas = pipe.make_replicas()
         for engine in pipe.engines():
@@ -107,7 +117,9 @@ def compile(
         replicas.refresh()
         replicas.tell()
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
-        return pipe
+    if source is not None:
+        pipe.load_weights(source)
+    return pipe
 
 
 @contextlib.contextmanager
@@ -175,7 +187,9 @@ def _compiled(
     dims = BatchDims.of_example(traced.signature, inputs, plan.batch_dims)
     merging = _merging(model, traced, plan, dims, inputs, check)
     traced, assignment, runs = _assign(model, merging.traced, plan, inputs)
-    check_devices(model, assignment)
+    if has_no_values(model):
+        traced = as_on_cpu(model, traced)
+    check_devices(assignment)
     program = generate(model, traced, assignment, runs)
     _check_threads(plan, program)
     check_attributes(model, traced, program)
@@ -233,17 +247,24 @@ def preview(
         PlanError, ModelError, ArgumentError, BatchError, TraceError, PartitionError: as in `compile`.
     """
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
-    with TRACING, torch.inference_mode(False), torch.enable_grad():
+    empty, given = has_no_values(model), (example_args, kwargs)
+    with (
+        TRACING,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        all_on_meta(model) if empty else contextlib.nullcontext(),
+    ):
+        if empty:
+            given = without_values(given)
         traced = trace(
             model,
-            example_args,
-            kwargs,
+            *given,
             leaf_modules=leaf_modules,
             tracer=tracer,
             batch_dims=plan.batch_dims,
             check=False,
         )
-        inputs = traced.signature.flatten(example_args, kwargs)
+        inputs = traced.signature.flatten(*given)
         traced, assignment, _ = _assign(model, traced, plan, inputs)
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     return Preview(plan, traced, assignment, stage_table(plan, traced, assignment, sizes))

@@ -101,6 +101,10 @@ class SerializeError(FxsplitError, TypeError):
     """A pipeline was pickled; it is saved by plan and state_dict instead."""
 
 
+class WeightsError(FxsplitError, ValueError):
+    """Weights cannot be read, or do not fit the model; nothing has been loaded then."""
+
+
 def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> str:
     """A remedy that names the entries of `known` nearest to `word`, or the first few of them."""
     names = sorted(set(known))

@@ -211,7 +211,7 @@ def _compiled(
     )
     if isinstance(plan.replicas, int) and any(n != plan.replicas for n in assignment.replicas):
         raise ValueError(f"the plan has {plan.replicas} replicas, its stages {assignment.replicas}")
-    check_devices(model, assignment)
+    check_devices(assignment)
     regions = [[(a, b) for a, b in runs] for runs in data["regions"]]
     program = generate(model, traced, assignment, regions)
     check_attributes(model, traced, program)

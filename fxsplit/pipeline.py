@@ -24,7 +24,7 @@ from .errors import ArgumentError, PlanError, SerializeError, StageIndexError
 from .graph.effects import has_hooks
 from .graph.ir import Assignment, Program, Stage, Traced
 from .graph.moved import Example, refuse_to_move
-from .graph.place import gathered
+from .graph.place import gathered, place
 from .loss.criterion import Criterion
 from .loss.losses import check_loss_fn
 from .loss.reductions import LossFn
@@ -43,6 +43,8 @@ from .saving.skeleton import Skeleton
 from .schedules.schedule import Schedule
 from .schedules.simulate import staircase
 from .schedules.tape import Tape
+from .weights.fill import Loaded, fill
+from .weights.sources import source_of
 
 _LOSS = dict.fromkeys(("loss", "criterion", "loss_function"), "pipe.step(x, target=y, loss_fn=...)")
 _PROVEN = 1024  # micro-batches, at most
@@ -142,6 +144,43 @@ class Pipeline(nn.Module):
     @property
     def _begun(self) -> Engine:
         return next(iter(self._engines.values()))
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load_weights(self, source: Any) -> Loaded:
+        """Weights for a model that was compiled on the ``meta`` device, each put where its stage is.
+
+        One tensor at a time is read, and goes to the device of its stage. Buffers that no checkpoint holds are computed
+        by the model's own code (``reset_buffers``, ``reset_parameters``, transformers' ``_init_weights``), where that
+        gives the same values every time. Optimizers are made after this: parameters without values are replaced.
+
+        Args:
+            source: a state_dict; a ``.safetensors`` or ``.pt`` file; the ``.index.json`` of a sharded checkpoint; a folder
+                with one of these; or a function from a name to a tensor, or to None for what it does not have.
+
+        Returns:
+            What was loaded; prints as a line.
+
+        Raises:
+            WeightsError: a file cannot be read, or the source does not fit the model: all that is missing, not known to the
+                model, or of another shape or type is named. The model is as it was then.
+            ArgumentError: `source` is none of these.
+        """
+        with self._begun.common.lock:
+            found = fill(
+                self.model, [s for one in self.engines() for s in one.compiled.stages], source_of(source)
+            )
+            for engine in self.engines():
+                place(self.model, engine.compiled.program)
+                engine.watch.use_current_modules()
+            replicas = self.make_replicas()
+            replicas.refresh()
+            replicas.tell()
+        return found
+
+    def is_like(self, example: Sequence[torch.Tensor]) -> None:
+        """The flat inputs that stand for the example, where that has no values."""
+        self.__dict__["_example"] = Example(self.model, example)
 
     # -- running -------------------------------------------------------------------------------------------------
 

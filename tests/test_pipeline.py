@@ -19,4 +19,6 @@ def test_a_model_on_the_meta_device_can_be_planned():
     with torch.device("meta"):
         model, x = TwoLayers(), torch.randn(6, 4)
     pipe = compiled_on_rows(model, x, stages=2)
-    assert pipe.devices == (torch.device("meta"),) * 2 and pipe(x).is_meta
+    assert pipe.devices == (torch.device("cpu"),) * 2 and all(p.is_meta for p in model.parameters())
+    with pytest.raises(errors.ArgumentError, match="no weights yet"):
+        pipe(torch.randn(6, 4))

@@ -130,6 +130,7 @@ class Traced:
         other_mode: the graph for the other mode, where the model takes another path in it.
         refused: front ends that were tried before, and why their graphs were not taken.
         assumptions: what of the model and its caller the graph is right for.
+        valued: whether the model had values when it was captured, and numbers could be compared.
     """
 
     graph: fx.Graph
@@ -145,6 +146,7 @@ class Traced:
     other_mode: Traced | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     assumptions: Assumptions = field(default_factory=Assumptions)
+    valued: bool = True
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -155,6 +157,10 @@ class Traced:
         """How the model was captured, in a few lines."""
         words = " and ".join("train()" if mode else "eval()" for mode in self.modes)
         lines = [f"captured by {self.front_end}: {len(self.graph.nodes)} nodes, right in {words}"]
+        if not self.valued:
+            lines.append(
+                "  captured without values: no number was compared; pipe.verify() does it, with weights"
+            )
         lines += [f"  not used: {name}: {why}" for name, why in self.refused.items()]
         lines += [f"  kept whole: {path} ({why})" for path, why in self.kept_whole.items()]
         lines += [f"  baked in: {text}" for text in self.baked_in()]

@@ -22,7 +22,7 @@ from .nodes import plain_tensors, region_modules, resolve
 def place(model: nn.Module, program: Program) -> None:
     """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same.
 
-    All copies are made before the first one is put in place: out of memory, nothing has changed.
+    What is on ``meta`` has nothing to move. All copies are made before the first one is put in place: out of memory, nothing has changed.
     """
     moved: list[Callable[[], None]] = []
     for stage in program.stages:
@@ -43,13 +43,12 @@ def place(model: nn.Module, program: Program) -> None:
         put()
 
 
-def check_devices(model: nn.Module, assignment: Assignment) -> None:
-    """Refuse devices that this machine does not have, and to move a model that has values to ``meta`` or back.
+def check_devices(assignment: Assignment) -> None:
+    """Refuse devices that this machine does not have, and ``meta``, where nothing can be computed.
 
     Raises:
         PlanError: names the first stage on one.
     """
-    without = {t.is_meta for t in (*model.parameters(), *model.buffers())}
     placed = [(f"stage {s}", d) for s, row in enumerate(assignment.rows) for d in dict.fromkeys(row)]
     placed += [(f"output {name}", d) for name, d in assignment.homes.items()]
     for what, device in placed:
@@ -58,17 +57,15 @@ def check_devices(model: nn.Module, assignment: Assignment) -> None:
         except (RuntimeError, AssertionError) as error:
             raise PlanError(
                 f"{what} is placed on {device}, which is not there: {str(error).splitlines()[0]}",
-                remedy="name devices that this machine has, such as devices='cpu'",
+                remedy="name devices that this machine has, such as devices='cpu'; fxsplit.preview(model, plan, ...) "
+                "needs none",
             ) from None
     for what, device in placed:
-        if without - {device.type == "meta"}:
-            meta = device.type == "meta"
+        if device.type == "meta":
             raise PlanError(
-                f"{what} is placed on {device}, "
-                + ("and the model has values" if meta else "and the model is on meta: it has no values"),
-                remedy="leave out devices=, or fxsplit.preview(model, plan, ...), which places nothing"
-                if True in without
-                else "devices that hold values, such as devices='cpu'",
+                f"{what} is placed on meta, where nothing has a value",
+                remedy="leave out devices=, or name those where the weights are to be; fxsplit.preview(model, plan, ...) "
+                "makes a plan only",
             )
 
 
@@ -151,7 +148,7 @@ def _attributes_of(model: nn.Module, stage: Stage) -> Iterator[tuple[dict[str, A
 
 
 def _is_elsewhere(tensor: torch.Tensor | None, device: torch.device) -> bool:
-    return tensor is not None and tensor.device != torch.empty(0, device=device).device
+    return tensor is not None and not tensor.is_meta and tensor.device != torch.empty(0, device=device).device
 
 
 def _mover(table: dict[str, Any], key: str, device: torch.device) -> Callable[[], None]:

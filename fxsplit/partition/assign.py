@@ -280,5 +280,5 @@ def _stage_devices(model: nn.Module, plan: Plan, count: int) -> list[torch.devic
         return [torch.device(d[0] if isinstance(d, tuple) else d) for d in plan.devices]
     if plan.devices is not None:
         return [torch.device(plan.devices)] * count  # type: ignore[arg-type]
-    parameter = next(iter([*model.parameters(), *model.buffers()]), None)
-    return [parameter.device if parameter is not None else torch.device("cpu")] * count
+    home = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return [torch.device("cpu") if home.type == "meta" else home] * count  # weights come there

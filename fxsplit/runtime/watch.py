@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..compat import autocast_kinds
-from ..errors import AssumptionError
+from ..errors import ArgumentError, AssumptionError
 from ..graph.assumptions import (
     ASKED,
     HOOKS,
@@ -257,9 +257,20 @@ class Watch:
         use_current(self._traced.module, self._paths, self._model)
         read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
         self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
+        self._check_values()
         self._halved = None
         self._written = [self._place_of(name) for name in self._program.written()]
         self._fingerprint = Fingerprint(self._model, self._assumed)
+
+    def _check_values(self) -> None:
+        modules = [s.module for s in self._program.stages]
+        tensors = {id(t): t for m in modules for t in itertools.chain(m.parameters(), m.buffers())}
+        empty = sum(t.is_meta for t in tensors.values())
+        if empty:
+            raise ArgumentError(
+                f"the pipeline has no weights yet: {empty} tensors are on the meta device",
+                remedy="pipe.load_weights(SOURCE): a state_dict, a file, a folder, or a function from a name to a tensor",
+            )
 
     def _place_of(self, name: str) -> tuple[nn.Module | None, tuple[dict[str, Any], str]]:
         """A buffer that may be written: the layer that alone does so and only in train mode, and where it is."""

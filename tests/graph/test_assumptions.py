@@ -576,7 +576,9 @@ MUTATIONS = st.sampled_from([*(change for change, _ in CHANGES.values()), *HARML
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, after too many recompilations
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch.compile, after too many recompilations
 @settings(deadline=None, max_examples=30)
 @given(st.lists(MUTATIONS, min_size=1, max_size=3))
 def test_after_any_changes_an_error_or_the_model_s_numbers(changes):

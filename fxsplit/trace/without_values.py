@@ -1,0 +1,109 @@
+"""A model on the ``meta`` device: it is captured there, and its graph then reads as one that was captured on the CPU.
+
+model on meta, example       capture, cut: sizes, no values       the graph, for weights that come
+(on any device)          ─▶  buffers and example on meta too  ─▶  later, wherever the plan says
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..compat import tree_map
+from ..graph.ir import TensorSpec, Traced
+from ..graph.nodes import resolve, run_under
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def has_no_values(model: object) -> bool:
+    """Whether some of a model is on the ``meta`` device."""
+    if not isinstance(model, nn.Module):
+        return False
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+@contextlib.contextmanager
+def all_on_meta(model: nn.Module) -> Iterator[None]:
+    """All parameters and buffers are on ``meta``, those too that have values; afterwards they are what they were."""
+    made: dict[int, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in dict(table).items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    shape = tensor.detach().to(META)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
+                before.append((table, name, tensor))
+                table[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in before:
+            table[name] = tensor
+
+
+def without_values(example: Any) -> Any:
+    """The tensors of an example on ``meta``."""
+    return tree_map(
+        lambda x: x.detach().to(META).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x,
+        example,
+    )
+
+
+def with_some_values(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What stands for an example on ``meta`` when there are weights: normal numbers, or zeros where they count something."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for x in inputs:
+        if x.is_meta:
+            plain = x.dtype.is_floating_point or x.dtype.is_complex
+            value = (
+                torch.randn(x.shape, dtype=x.dtype, device=CPU, generator=generator)
+                if plain
+                else torch.zeros(x.shape, dtype=x.dtype, device=CPU)
+            )
+            x = value.requires_grad_(x.requires_grad)
+        found.append(x)
+    return found
+
+
+def as_on_cpu(model: nn.Module, traced: Traced) -> Traced:
+    """The same graph, as if the example had been on the CPU: constants, what is known of values, devices in the code."""
+    other = None if traced.other_mode is None else as_on_cpu(model, traced.other_mode)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node].args = fx.node.map_aggregate(values[node].args, _moved)
+        values[node].kwargs = fx.node.map_aggregate(values[node].kwargs, _moved)
+    constants = traced.constants
+    objects = {fqn: constants[fqn] if fqn in constants else resolve(model, fqn) for fqn in traced.names}
+    arguments = tuple(replace(a, device=_moved(a.device)) for a in traced.signature.arguments)
+    facts = {name: replace(fact, value=tree_map(_spec, fact.value)) for name, fact in traced.facts.items()}
+    return replace(
+        traced,
+        graph=graph,
+        module=run_under(graph, traced.names, objects),
+        signature=replace(traced.signature, arguments=arguments),
+        facts=facts,
+        other_mode=other,
+        valued=False,
+    )
+
+
+def _moved(value: Any) -> Any:
+    return CPU if isinstance(value, torch.device) and value == META else value
+
+
+def _spec(leaf: Any) -> Any:
+    return replace(leaf, device=_moved(leaf.device)) if isinstance(leaf, TensorSpec) else leaf
