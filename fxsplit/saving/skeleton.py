@@ -40,7 +40,8 @@ def describe(model: nn.Module, traced: Sequence[Traced]) -> dict[str, Any]:
                 known = first.setdefault(id(tensor), name)
                 row: list[Any] = [name, kind, known if known != name else None, tensor.requires_grad]
                 row.append(list(tensor.shape))
-                row.append(None if name in persistent or known in persistent else encode(tensor))
+                elsewhere = name in persistent or known in persistent or tensor.is_meta
+                row.append(None if elsewhere else encode(tensor))
                 tensors.append(row)
     modules = []
     objects: dict[int, str] = {}

@@ -304,3 +304,14 @@ def test_a_saved_pipeline_is_loaded_over_a_model_without_values(tmp_path):
     empty.save_code(tmp_path / "planned")
     again = fxsplit.load(tmp_path / "planned", copy.deepcopy(model))
     assert torch.equal(again(X), model(X))
+
+
+def test_what_is_planned_without_values_is_saved(tmp_path):
+    fxsplit.compile(on_meta(Rotary), Plan(), example_args=(torch.randn(2, 4),)).save_code(tmp_path)
+    model, x = Rotary(), torch.randn(3, 4)
+    assert torch.equal(fxsplit.load(tmp_path, model)(x), model(x))
+    trust = [f"{__name__}:Rotary"]
+    with pytest.raises(errors.SerializeError, match=r"missing \['frequencies'\]"):
+        fxsplit.load(tmp_path, model.state_dict(), trust=trust)
+    state = {**model.state_dict(), "frequencies": model.frequencies}
+    assert torch.equal(fxsplit.load(tmp_path, state, trust=trust)(x), model(x))
