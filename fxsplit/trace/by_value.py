@@ -143,6 +143,14 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
     except Exception as error:
         refuse_bad_example(request)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any(p.is_meta for p in request.model.parameters()):
+            raise TraceError(
+                f"{type(request.model).__name__}.forward cannot be captured on the meta device, where nothing has a value: "
+                f"{text}",
+                where=_line(error, request.model),
+                remedy="compile the model with its weights; or let it not ask for values (in transformers for example "
+                'attn_implementation="sdpa", experts_implementation="batched_mm")',
+            ) from error
         raise TraceError(
             f"{type(request.model).__name__}.forward cannot be captured: {text}",
             where=_line(error, request.model),

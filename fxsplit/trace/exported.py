@@ -87,7 +87,12 @@ def _refuse_side_effects(request: Request) -> Taken:
     with preserved(model, parameters=True):
         before = [(path, module, attributes_of(module)) for path, module in model.named_modules()]
         drawn = python_random_state()
-        taken = reads_of_a_run(request)
+        try:
+            taken = reads_of_a_run(request)
+        except RuntimeError as error:  # on meta, where no value can be asked for
+            raise TraceError(
+                f"{type(model).__name__} does not run: {(str(error).splitlines() or [''])[0]}"
+            ) from error
         for path, module, attributes in before:
             for name in changed_attributes(module, attributes):
                 if name not in module._buffers:

@@ -107,6 +107,25 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
     def write_mode(module: nn.Module, mode: bool) -> None:
         module.__dict__["training"] = mode
 
+    convert = torch.Tensor.type
+
+    def as_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+        """`Tensor.type`, which no function mode sees, as `Tensor.to`."""
+        if not tracer.is_tracing():
+            return convert(tensor, dtype, non_blocking)
+        if dtype is None:
+            asked = tensor.dtype, tensor.device  # a name for both: who reads it asks for them
+            with torch._C.DisableTorchFunction():
+                return convert(torch.empty(0, dtype=asked[0], device=asked[1]))
+        if isinstance(dtype, torch.dtype):
+            return tensor.to(dtype, non_blocking=non_blocking)
+        with torch._C.DisableTorchFunction():
+            named = convert(torch.empty(0, device="cpu"), dtype)  # "torch.DoubleTensor"
+        if tensor.device.type in (named.device.type, "meta"):
+            return tensor.to(named.dtype, non_blocking=non_blocking)
+        return tensor.to(named.device, named.dtype, non_blocking=non_blocking)
+
+    yield torch.Tensor, "type", as_type
     yield nn.Module, "__call__", module_call
     yield nn.Module, "training", property(read_mode, write_mode)
     yield torch.autograd.Function, "apply", classmethod(apply)

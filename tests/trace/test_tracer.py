@@ -437,3 +437,19 @@ def test_kernels_that_are_chosen_and_hooks_on_values_keep_the_module_whole():
         assert why in pipe.traced.kept_whole["inner"]
         assert_equivalent(model, pipe, torch.randn(5, 4))
     assert seen
+
+
+def test_tensor_type_is_a_conversion():
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x).type(torch.float64).type("torch.FloatTensor").type(torch.DoubleTensor)
+            return y.type(x.type()) * 2
+
+    model, x = Converts(), torch.randn(3, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
+    assert pipe.traced.front_end == "the value-carrying tracer" and not pipe.traced.constants
+    assert torch.equal(pipe(x), model(x))

@@ -315,3 +315,23 @@ def test_what_is_planned_without_values_is_saved(tmp_path):
         fxsplit.load(tmp_path, model.state_dict(), trust=trust)
     state = {**model.state_dict(), "frequencies": model.frequencies}
     assert torch.equal(fxsplit.load(tmp_path, state, trust=trust)(x), model(x))
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y) if y.sum() > 0 else y[y[:, 0].nonzero()[:, 0]]
+
+
+def test_a_model_that_asks_for_values_is_refused_on_meta():
+    model = on_meta(Asks)
+    with pytest.raises(errors.TraceError, match="where nothing has a value") as caught:
+        fxsplit.compile(model, Plan(stages=2), example_args=(torch.randn(2, 4),))
+    assert "test_weights.py" in str(caught.value) and "compile the model with its weights" in str(
+        caught.value
+    )
+    assert all(p.is_meta for p in model.parameters())
