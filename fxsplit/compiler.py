@@ -17,7 +17,7 @@ from .arguments import compile_spellings, explained
 from .batch.dims import BatchDims
 from .batch.merge import Merge, Merges
 from .codegen.emit import generate
-from .compat import tree_leaves
+from .compat import tree_leaves, tree_map
 from .compiled import Compiled, by_mode
 from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph.ir import Assignment, Program, Traced
@@ -42,7 +42,6 @@ from .questions import verify_micro_batches
 from .replicas.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.unsaid import whole_modules
-from .schedules.schedule import Schedule
 from .trace.front import TRACING, trace
 from .trace.without_values import all_on_meta, as_on_cpu, has_no_values, with_some_values, without_values
 from .weights.sources import source_of
@@ -92,10 +91,11 @@ def compile(
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
     grad, empty = torch.is_grad_enabled(), has_no_values(model)
     source = None if weights is None else source_of(weights)
-    able = contextlib.nullcontext() if empty else _able_to_run(model, example_args, kwargs)
-    with TRACING, torch.inference_mode(False), torch.enable_grad(), able:
+    able = (
+        contextlib.nullcontext((example_args, kwargs)) if empty else _able_to_run(model, example_args, kwargs)
+    )
+    with TRACING, torch.inference_mode(False), torch.enable_grad(), able as given:
         with all_on_meta(model) if empty else contextlib.nullcontext():
-            given = (example_args, kwargs)
             traced = trace(
                 model,
                 *(without_values(given) if empty else given),
@@ -123,23 +123,35 @@ def compile(
 
 
 @contextlib.contextmanager
-def _able_to_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _able_to_run(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
     """A model whose parameters are on several devices, as a pipeline leaves them, is brought to the example's device.
 
-    Unless it runs as it is: some move their values themselves. After an error its parameters are where they were.
+    So is the rest of the example: a cache is where its layers are. Unless the model runs as it is: some move their values
+    themselves. After an error its parameters are where they were.
     """
     homes = (
         {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
     )
     example = [leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     if len(homes) < 2 or not example or _runs(model, args, kwargs):
-        yield
+        yield args, kwargs
         return
     with gathered(model, example[0]):
-        yield
+        yield tree_map(
+            lambda x: (
+                x.detach().to(example[0]).requires_grad_(x.requires_grad)
+                if isinstance(x, torch.Tensor)
+                else x
+            ),
+            (args, kwargs),
+        )
 
 
 def _runs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    # Copies: a forward writes into the cache that it is given.
+    args, kwargs = tree_map(lambda x: _ordinary(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
     with preserved(model, parameters=True), torch.no_grad():
         try:
             model.forward(*args, **kwargs)
@@ -300,38 +312,21 @@ def _other_program(
         try:
             return _compiled(model, other, plan, inputs, check)
         except (PartitionError, ScheduleError):  # fewer units, or no such path
-            plan = _without_lists(plan, device_map={"": str(assignment.devices[0]), **_pairs_of(plan)})
+            plan = plan.placed({"": str(assignment.devices[0]), **_pairs_of(plan)})
             return _compiled(model, other, plan, inputs, check)
     placed: dict[str, Any] = _placed_alike(other, first.program)
     placed.update(_pairs_of(plan))
     try:
-        return _compiled(model, other, _without_lists(plan, device_map=placed), inputs, check)
+        return _compiled(model, other, plan.placed(placed), inputs, check)
     except PartitionError:  # an operation has no neighbour that says where it runs
         placed.setdefault("", str(assignment.devices[-1]))
-        return _compiled(model, other, _without_lists(plan, device_map=placed), inputs, check)
+        return _compiled(model, other, plan.placed(placed), inputs, check)
 
 
 def _pairs_of(plan: Plan) -> dict[str, tuple[str, str]]:
     """What the user's map says of where outputs go."""
     said = plan.device_map if isinstance(plan.device_map, Mapping) else {}
     return {path: device for path, device in said.items() if isinstance(device, tuple)}
-
-
-def _without_lists(plan: Plan, device_map: Mapping[str, Any]) -> Plan:
-    """The plan with a device map, and without what counts the stages of the other cut or names its nodes."""
-    return plan.replace(
-        stages=None,
-        balance=None,
-        cut=None,
-        devices=None,
-        device_map=device_map,
-        max_memory=None,
-        no_split_module_classes=None,
-        hardware=None,
-        cost="params",
-        schedule="gpipe" if isinstance(plan.schedule, Schedule) else plan.schedule,
-        replicas=plan.replicas if isinstance(plan.replicas, int) else 1,
-    )
 
 
 def _placed_alike(other: Traced, program: Program) -> dict[str, str]:

@@ -35,7 +35,8 @@ from .runtime.engine import Engine, engines, over
 from .runtime.events import ActionHook
 from .runtime.guarded import buffers_as_before
 from .runtime.hooks import call_with_hooks
-from .runtime.model_face import handed_on, says_what_it_takes
+from .runtime.in_place import InPlace, in_the_place_of
+from .runtime.model_face import IN_PLACE, during, handed_on, says_what_it_takes
 from .runtime.reentry import check_not_inside
 from .runtime.step import call_merged, step_outside
 from .saving.save import save_code
@@ -72,6 +73,7 @@ class Pipeline(nn.Module):
     _example: Example
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
+    _stand_in: InPlace | None
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Pipeline(nn.Module):
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, compiled=dict(compiled), _engines=engines(model, compiled))
-        own.update(_example=Example(model, example), _reducers=Reducers(), _compiler=None)
+        own.update(_example=Example(model, example), _reducers=Reducers(), _compiler=None, _stand_in=None)
 
     # -- what was made -------------------------------------------------------------------------------------------
 
@@ -522,11 +524,49 @@ class Pipeline(nn.Module):
             self._become(made)
         return self
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[nn.Module]:
+        """Within it, calling the model calls the stages: ``model.generate(...)``, trainers and metrics go on as they are.
+
+        A call whose arguments are not like the example's (a decoding step with a cache, another mask) is compiled when it
+        first comes, for the same devices, and kept. ``model.forward(...)``, past ``model(...)``, is the model's own.
+
+        Returns:
+            The model.
+
+        Raises:
+            ArgumentError: the pipeline was made from a state_dict: the model has no forward of its own.
+            FxsplitError: in a call: as `fxsplit.compile`, of a kind of call that cannot be compiled.
+        """
+        if isinstance(self.model, Skeleton) or self._compiler is None:
+            raise ArgumentError(
+                "the pipeline was loaded without its model, in whose place it could be",
+                remedy="fxsplit.load(folder, model)",
+            )
+        own = self.__dict__
+        if own["_stand_in"] is None:
+            own["_stand_in"] = InPlace(self, self._for_other_arguments)
+        with in_the_place_of(self.model, own["_stand_in"]):
+            yield self.model
+
+    def _for_other_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
+        """A pipeline over the same model, for calls that are not like the example."""
+        if self._compiler is None:
+            raise ArgumentError("the pipeline does not know what it was compiled from")
+        plan = self._placed_as_it_is()
+        return self._compiler(self.model, plan, example_args=args, example_kwargs=kwargs)
+
+    def _placed_as_it_is(self) -> Plan:
+        """The plan, for another graph of the same model: every module stays on its device."""
+        if len(set(self.devices)) == 1:
+            return self.plan
+        return self.plan.placed(self.hf_device_map)
+
     def _become(self, made: Pipeline) -> None:
         """Take over all that a compile makes. Lock and hooks stay."""
         mine, new = self._begun.common, made._begun.common
         new.lock, new.hooks, new.serial = mine.lock, mine.hooks, mine.serial
-        for name in ("plan", "compiled", "_engines", "_example"):
+        for name in ("plan", "compiled", "_engines", "_example", "_stand_in"):
             self.__dict__[name] = made.__dict__[name]
 
     def unsplit(self) -> nn.Module:
@@ -546,7 +586,8 @@ class Pipeline(nn.Module):
         """
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        return handed_on(self.__dict__.get("model"), name)
+        found = handed_on(self.__dict__.get("model"), name)
+        return during(found, self.in_place) if name in IN_PLACE else found
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""

@@ -454,6 +454,9 @@ class Pretrained(nn.Module):
     def generate(self, x):
         return self(x)
 
+    def rearrange(self):
+        self.a, self.b = self.b, self.a
+
     def forward(self, x, labels=None, *, scale=1.0, **kwargs):
         y = self.b(self.a(x)) * scale
         return y if labels is None else ((y - labels).square().mean(), y)
@@ -478,9 +481,9 @@ def test_attributes_are_the_models(face):
 
 
 def test_what_would_go_around_the_pipeline_is_not_handed_on(face):
-    assert not hasattr(face, "generate")
-    with pytest.raises(NoAttributeError, match=r"past_key_values=.*pipe\.unsplit\(\)\.generate"):
-        _ = face.generate
+    assert not hasattr(face, "rearrange")
+    with pytest.raises(NoAttributeError, match=r"in_place\(\).*pipe\.unsplit\(\)\.rearrange"):
+        _ = face.rearrange
     with pytest.raises(AttributeError, match="neither the pipeline nor its model \\(Pretrained\\)"):
         _ = face.confg
     copied = copy.deepcopy(face)
@@ -602,6 +605,69 @@ def test_prefill_and_decode_give_the_tokens_of_generate(hf, name):
             out = decode(input_ids=found[-1], past_key_values=out.past_key_values)
             found.append(out.logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat(found, 1), wanted)
+
+
+HOW = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "no cache": {"do_sample": False, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_generate_runs_the_stages_and_gives_the_model_s_tokens(hf, name, how):
+    model, ids = pretrained(hf, name).eval(), torch.randint(3, 96, (4, 7))
+    given = {"max_new_tokens": 20, "attention_mask": torch.ones_like(ids), **HOW[how]}
+    torch.manual_seed(3)
+    wanted = model.generate(ids, **given)
+    example = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :1]} if name.startswith("T5") else {})
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=2), example_kwargs=example)
+    torch.manual_seed(3)
+    assert torch.equal(pipe.generate(ids, **given), wanted)
+    kinds = len(pipe._stand_in.pipes)
+    assert 2 <= kinds <= 4  # prefill, decode
+    with pipe.in_place() as inside:
+        torch.manual_seed(3)
+        assert inside is model and torch.equal(model.generate(ids, **given), wanted)
+    assert len(pipe._stand_in.pipes) == kinds
+
+
+def test_accelerate_prepares_a_pipeline(hf):
+    accelerate = pytest.importorskip("accelerate")
+    batch, parameters = padded(4), []
+    for split in (True, False):
+        model = pretrained(hf, "GPT2LMHeadModel")
+        plan = Plan(stages=2, micro_batches=2)
+        trained = fxsplit.compile(model, plan, example_kwargs=batch) if split else model
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        trained, optimizer = accelerator.prepare(trained, optimizer)
+        for _ in range(3):
+            accelerator.backward(trained(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*parameters, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM"],
+)
+def test_a_model_without_values_gets_them(hf, name, tmp_path):
+    model = pretrained(hf, name).eval()
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = type(model)(model.config).eval()
+    batch = {"input_ids": torch.randint(3, 90, (4, 7)), "attention_mask": torch.ones(4, 7, dtype=torch.long)}
+    if name.startswith("T5"):
+        batch["labels"] = batch["input_ids"]
+    pipe = fxsplit.compile(empty, Plan(stages=2, micro_batches=2), example_kwargs=batch, weights=tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(**batch).logits, model(**batch).logits)
+    assert "numbers:" in pipe.verify()
 
 
 def test_a_trainer_of_transformers_trains_a_pipeline(hf, tmp_path):

@@ -54,10 +54,11 @@ def find_merges(
     entropy ignores. Where an operation has no rule the numbers alone decide, if all of them agree.
 
     Args:
-        check: whether what is derived is compared, too.
+        check: whether what is derived is compared, too; where there are values.
 
     Raises:
-        BatchError: an output mixes rows, or nothing reproduces it from parts; or the program does not run on a part of
+        BatchError: an output mixes rows, or nothing reproduces it from parts, or nothing is derived of it and there are no
+            values that would tell; or the program does not run on a part of
             the batch. The message names the line.
     """
     if dims.batch_size(inputs) is None:
@@ -82,7 +83,8 @@ def find_merges(
             evidence = [e for e in runs if e is not None]
         found = [_noted(m, derivation) for m in _decided(extended, merges, states, evidence, derivation)]
         decided = (*found, *hidden.merges())
-        warnings = _confirm(names, decided, evidence, derivation) if check else ()
+        valued = not any(x.is_meta for x in inputs)
+        warnings = _confirm(names, decided, evidence, derivation) if check and valued else ()
     return Merging(extended, decided, warnings)
 
 
@@ -250,6 +252,13 @@ def _decided(
             continue
         why = state.why if isinstance(state, Unknown) else ""
         candidates = _candidates(evidence, i)
+        whole = evidence[0].whole[i]
+        if isinstance(whole, torch.Tensor) and whole.is_meta and candidates[0].how != "rows":
+            raise _cannot(
+                name,
+                f"{why or 'nothing says how it depends on the batch'}, and there are no values to tell",
+                None,
+            )
         chosen = next((m for m in candidates if all(e.fits(i, m) for e in evidence)), None)
         if chosen is None and derivation.by_micro_batch and candidates[0].how == "rows":
             chosen = candidates[0]

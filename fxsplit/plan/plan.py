@@ -508,6 +508,22 @@ class Plan:
             changes = {"replicas": self.replicas, **changes}
         return type(self)(**{**asked, **changes})
 
+    def placed(self, device_map: Mapping[str, Any]) -> Plan:
+        """This plan with a device map, and without what counts the stages of another cut or names its nodes."""
+        return self.replace(
+            stages=None,
+            balance=None,
+            cut=None,
+            devices=None,
+            device_map=device_map,
+            max_memory=None,
+            no_split_module_classes=None,
+            hardware=None,
+            cost="params",
+            schedule="gpipe" if isinstance(self.schedule, Schedule) else self.schedule,
+            replicas=self.replicas if isinstance(self.replicas, int) else 1,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values: what `from_dict` and JSON take."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

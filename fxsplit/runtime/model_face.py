@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,6 +11,9 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from ..errors import NoAttributeError
+
+# Methods that call the model, whatever arguments it then has: they are called with the pipeline in its place.
+IN_PLACE = frozenset(["generate"])
 
 # Methods of transformers' models that look, save or count, and neither compute nor change the model.
 _LOOKS = frozenset(
@@ -76,13 +81,21 @@ def handed_on(model: Any, name: str) -> Any:
     if model is None or name.startswith("__") or not hasattr(model, name):
         raise NoAttributeError(f"neither the pipeline nor its model ({kind}) has an attribute {name!r}")
     found = getattr(model, name)
-    if not inspect.ismethod(found) or found.__self__ is not model or name in _LOOKS:
+    if not inspect.ismethod(found) or found.__self__ is not model or name in _LOOKS or name in IN_PLACE:
         return found
-    if name == "generate":
-        remedy = (
-            "two pipelines, one compiled with the prompt as the example and one with a single token and "
-            "past_key_values=..., called in turn with out.past_key_values; or pipe.unsplit().generate(...), on one device"
-        )
-    else:
-        remedy = f"pipe.unsplit().{name}(...), which computes with the model itself; then compile it again if it changed"
-    raise NoAttributeError(f"the pipeline does not hand on {kind}.{name}, which is a method", remedy=remedy)
+    raise NoAttributeError(
+        f"the pipeline does not hand on {kind}.{name}, which is a method",
+        remedy=f"with pipe.in_place() as model: model.{name}(...), if it calls the model; otherwise "
+        f"pipe.unsplit().{name}(...), and compile it again if it changed",
+    )
+
+
+def during(method: Callable[..., Any], context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+    """The method, inside of a context."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return call

@@ -335,3 +335,22 @@ def test_a_model_that_asks_for_values_is_refused_on_meta():
         caught.value
     )
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_how_outputs_merge_is_not_guessed_without_values():
+    class Kept(nn.Module):
+        def forward(self, x):
+            return x.square().sum() if int(x.shape[0]) > 0 else x.sum()
+
+    class Total(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), Kept()
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    x, plan = torch.randn(4, 4), Plan(stages=2, micro_batches=2)
+    with pytest.raises(errors.BatchError, match="no values to tell"):
+        fxsplit.compile(on_meta(Total), plan, example_args=(x,), leaf_modules=[Kept])
+    assert fxsplit.compile(Total(), plan, example_args=(x,), leaf_modules=[Kept]).merges[0].how == "sum"

@@ -1,0 +1,102 @@
+"""A pipeline in the place of its model: whoever calls the model calls stages, whatever the arguments."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxsplit
+from fxsplit import Plan, errors
+
+
+class Decoder(nn.Module):
+    """Attention to all that came before, in a cache that it is given and gives back, and a loop around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.key, self.out = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+        self.calls = 0
+
+    def forward(self, ids, past=None):
+        x = self.embed(ids)
+        keys = self.key(x) if past is None else torch.cat([past["keys"], self.key(x)], 1)
+        weights = (x @ keys.transpose(1, 2)).softmax(-1)
+        return {"scores": self.out(weights @ keys), "past": {"keys": keys}}
+
+    def generate(self, ids, steps=6):
+        out = self(ids)
+        for _ in range(steps):
+            token = out["scores"][:, -1:].argmax(-1)
+            ids = torch.cat([ids, token.to(ids.device)], 1)
+            out = self(token, past=out["past"])
+        return ids
+
+
+IDS = torch.randint(0, 9, (4, 5))
+
+
+def made(**fields):
+    torch.manual_seed(0)
+    model = Decoder().eval()
+    return model, fxsplit.compile(model, Plan(stages=2, **fields), example_args=(IDS,))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_generate(micro_batches):
+    model, pipe = made(micro_batches=micro_batches)
+    wanted, played = model.generate(IDS), []
+    pipe.register_action_hook(lambda event: played.append(event))
+    with torch.no_grad():
+        assert torch.equal(pipe.generate(IDS), wanted)
+        assert torch.equal(pipe.generate(IDS[:2], steps=3), model.generate(IDS[:2], steps=3))
+    assert played and len(pipe._stand_in.pipes) == 2
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_within_the_model_is_the_pipeline_and_afterwards_itself():
+    model, pipe = made()
+    seen = []
+    model.register_forward_hook(lambda module, args, out: seen.append(module))
+    with pytest.raises(KeyError), pipe.in_place() as inside:
+        assert inside is model
+        found = model(IDS)
+        assert seen == [model]
+        with pipe.in_place():
+            model(IDS)
+        found["scores"].sum().backward()
+        raise KeyError
+    assert model.out.weight.grad is not None
+    assert "_compiled_call_impl" not in vars(model)
+    torch.testing.assert_close(model(IDS)["scores"], found["scores"])
+
+
+def test_what_was_compiled_before_is_there_again():
+    model, pipe = made()
+    model.compile(backend="eager")
+    before = model._compiled_call_impl
+    with pipe.in_place():
+        assert model._compiled_call_impl is not before
+    assert model._compiled_call_impl is before
+
+
+def test_what_no_pipeline_can_be_made_for_says_why():
+    model, pipe = made()
+    with pipe.in_place():
+        with pytest.raises(errors.FxsplitError, match="fails on the example"):
+            model(IDS, past={"keys": torch.zeros(4, 2, 7)})
+        model(IDS)
+    loaded = copy.deepcopy(pipe)
+    loaded.compiled_by(None)
+    with pytest.raises(errors.ArgumentError, match="without its model"), loaded.in_place():
+        pass
+
+
+def test_a_copy_has_pipelines_of_its_own():
+    model, pipe = made()
+    pipe.generate(IDS)
+    other = copy.deepcopy(pipe)
+    with torch.no_grad():
+        other.model.out.bias.add_(torch.arange(9.0))
+    assert torch.equal(other.generate(IDS), other.model.generate(IDS))
+    assert torch.equal(pipe.generate(IDS), model.generate(IDS))
