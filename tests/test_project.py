@@ -143,3 +143,13 @@ def test_blocks_for_those_who_come_from_another_system_run():
             code = compile(block, f"coming_from, section {number}", "exec")
             if block not in theirs:
                 exec(code, namespace)
+
+
+def test_the_page_of_models_that_do_not_fit_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "too_big.md").read_text(encoding="utf-8")
+    namespace = {"__name__": "too_big"}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "too_big.md", "exec"), namespace)
