@@ -274,7 +274,7 @@ def _with_bar(slots: Iterable[_Slot], total: int) -> Iterator[_Slot]:
         yield from slots
         return
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         yield from slots
         return
