@@ -586,6 +586,11 @@ GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
 ]
 
 
+def makes_tensors() -> set[Any]:
+    """torch's functions that take a device and are given no tensor."""
+    return _device._device_constructors()  # type: ignore[no-any-return]  # torch 2.9 to 2.15; it keeps the set
+
+
 plain_tensors = (
     torch._C.DisableTorchFunctionSubclass
 )  # torch 2.9 to 2.15: subclasses of tensors compute as tensors

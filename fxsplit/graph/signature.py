@@ -203,12 +203,6 @@ def _check_tensor(argument: Argument, value: Any) -> torch.Tensor:
             f"argument {argument.name!r} is {type(value).__name__}, not a tensor",
             remedy="pass a tensor, or pipe.recompile(...) with these arguments, to compile again",
         )
-    if value.is_meta != (argument.device.type == "meta"):
-        raise ArgumentError(
-            f"argument {argument.name!r} is on {value.device}, but the pipeline was compiled for {argument.device}: "
-            "what is on the meta device has no values",
-            remedy="pass a tensor with values, or compile again with an example like it",
-        )
     for what, expected, got in (
         ("dimensions", argument.dim, value.dim()),
         ("kind of dtype", _kind(argument.dtype), _kind(value.dtype)),

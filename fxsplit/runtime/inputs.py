@@ -46,6 +46,7 @@ class Inputs:
         """
         inputs = self._signature.flatten(args, kwargs)
         if [x.device for x in inputs] != self._devices:
+            self._refuse_meta(inputs)
             self._check_homes()
             inputs = [
                 x if x.device == home or read <= {x.device} else x.to(home)
@@ -92,6 +93,14 @@ class Inputs:
                     where=where,
                     remedy=f"{name} = {name}.clone() at the beginning of forward, then compile again; or pass {name}.detach(), "
                     "if nobody needs the gradient",
+                )
+
+    def _refuse_meta(self, inputs: Sequence[torch.Tensor]) -> None:
+        for argument, x in zip(self._signature.arguments, inputs, strict=True):
+            if x.is_meta:
+                raise ArgumentError(
+                    f"argument {argument.name!r} is on the meta device, where nothing has a value",
+                    remedy="pass a tensor with values",
                 )
 
     def _refuse_tangents(self, inputs: Sequence[torch.Tensor]) -> None:

@@ -7,14 +7,15 @@ model on meta, example       capture, cut: sizes, no values       the graph, for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
-from ..compat import tree_map
+from ..compat import makes_tensors, tree_map
 from ..graph.ir import TensorSpec, Traced
 from ..graph.nodes import resolve, run_under
 
@@ -30,7 +31,10 @@ def has_no_values(model: object) -> bool:
 
 @contextlib.contextmanager
 def all_on_meta(model: nn.Module) -> Iterator[None]:
-    """All parameters and buffers are on ``meta``, those too that have values; afterwards they are what they were."""
+    """All parameters and buffers are on ``meta``, those too that have values; afterwards they are what they were.
+
+    Within, what forward asks for devices is answered as on the CPU.
+    """
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
@@ -46,10 +50,49 @@ def all_on_meta(model: nn.Module) -> Iterator[None]:
                 before.append((table, name, tensor))
                 table[name] = made[id(tensor)]
     try:
-        yield
+        with _AsOnCpu():
+            yield
     finally:
         for table, name, tensor in before:
             table[name] = tensor
+
+
+class _AsOnCpu(TorchFunctionMode):
+    """Tensors of ``meta`` say that they are on the CPU, and what would be made there is made on ``meta``.
+
+    Whoever decides by a device (``if x.device.type == "cpu"``) decides as on the CPU; ``torch.arange(n)`` meets no tensor of
+    another device. The tracer sees each call before, as the user wrote it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _ANSWERS and args[0].is_meta:
+            return _ANSWERS[func]
+        given = dict(kwargs or {})
+        if given.get("device") is not None:
+            given["device"] = _on_meta(given["device"])
+        elif func in makes_tensors():
+            given["device"] = META
+        if func is torch.Tensor.cpu:
+            return args[0] if args[0].is_meta else func(*args, **given)
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_on_meta, args[1:]))
+        return func(*args, **given)
+
+
+_TENSOR: Any = torch.Tensor  # whose attributes are descriptors
+_ANSWERS: dict[Any, Any] = {
+    _TENSOR.device.__get__: CPU,
+    _TENSOR.is_cuda.__get__: False,
+    _TENSOR.is_cpu.__get__: True,
+    _TENSOR.get_device: -1,
+}
+
+
+def _on_meta(device: Any) -> Any:
+    is_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+    return META if is_cpu else device
 
 
 def without_values(example: Any) -> Any:

@@ -195,7 +195,7 @@ def test_inputs_and_targets_may_be_anywhere(where):
     )
     outside = gpipe.step(x.detach(), target=target, loss_fn=F.cross_entropy)
     torch.testing.assert_close(outside.cpu(), loss.cpu())
-    with pytest.raises(fxsplit.errors.ArgumentError, match="'image' is on meta"):
+    with pytest.raises(fxsplit.errors.ArgumentError, match="'image' is on the meta device"):
         pipe(x.to("meta"))
 
 

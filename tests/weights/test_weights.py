@@ -354,3 +354,33 @@ def test_how_outputs_merge_is_not_guessed_without_values():
     with pytest.raises(errors.BatchError, match="no values to tell"):
         fxsplit.compile(on_meta(Total), plan, example_args=(x,), leaf_modules=[Kept])
     assert fxsplit.compile(Total(), plan, example_args=(x,), leaf_modules=[Kept]).merges[0].how == "sum"
+
+
+class Asking(nn.Module):
+    """What a forward asks of devices, and makes without naming one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.arange(x.shape[1])
+        if x.device.type == "cpu" and not y.is_cuda and y.is_cpu:
+            y = y * 2
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            y = self.b(y)
+        mask = torch.full((4, 4), float("-inf")).triu(1).to(x.device)
+        return y.float().cpu() @ mask.exp()
+
+
+@pytest.mark.parametrize("leaf_modules", [(), ["a"]])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_devices_are_those_of_the_cpu(micro_batches, leaf_modules):
+    model, x = Asking(), torch.randn(6, 4)
+    plan, empty = Plan(stages=2, micro_batches=micro_batches), on_meta(Asking)
+    given = {"example_args": (x,), "leaf_modules": leaf_modules}
+    pipe = fxsplit.compile(empty, plan, weights=model.state_dict(), **given)
+    same = fxsplit.compile(model, plan, **given)
+    assert torch.equal(pipe(x), same(x))
+    assert [s.code for s in pipe.stages] == [s.code for s in same.stages]
+    assert "numbers:" in pipe.verify()
