@@ -8,12 +8,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import json
 import logging
 import sys
-import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,13 +44,18 @@ class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if DYNAMO in sys.modules:  # as it is when a module has been compiled
-            disable = torch._disable_dynamo  # type: ignore[attr-defined]  # torch 2.9 to 2.15
-            own = disable(type(self).__torch_dispatch__, recursive=True)
-            self.__dict__["__torch_dispatch__"] = types.MethodType(own, self)
+            kind: Any = type(self)
+            _look_away(kind)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch 2.10 to 2.15
         return False
+
+
+@functools.cache
+def _look_away(mode: Any) -> None:
+    disable = torch._disable_dynamo  # type: ignore[attr-defined]  # torch 2.9 to 2.15
+    mode.__torch_dispatch__ = disable(mode.__torch_dispatch__, recursive=True)
 
 
 def load_quietly(name: str) -> None:
@@ -589,6 +594,11 @@ GLOBAL_HOOKS = [  # torch 2.9 to 2.13: hooks of all modules
 def makes_tensors() -> set[Any]:
     """torch's functions that take a device and are given no tensor."""
     return _device._device_constructors()  # type: ignore[no-any-return]  # torch 2.9 to 2.15; it keeps the set
+
+
+def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A parameter, or what else `tensor` is, over the memory of `value`."""
+    return torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad)  # torch 2.9 to 2.15
 
 
 plain_tensors = (

@@ -35,7 +35,7 @@ from .pipeline import Pipeline
 from .plan.checkpoint import Paths
 from .plan.plan import Plan
 from .plan.sizes import in_units
-from .proof.numerics import Run, verify_numerics
+from .proof.numerics import ModelFailsError, Run, verify_numerics
 from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
 from .questions import verify_micro_batches
@@ -78,7 +78,8 @@ def compile(
             the example and on another batch size, before it is accepted; and of the split, on the example. Without
             it the model runs once in each mode, its graph once in each mode, and for micro-batches once more on
             the example and on a part of it. The structural proof is made in any case. Of a model on the ``meta`` device
-            there are no numbers to compare: `Pipeline.verify` does it when there are weights.
+            there are no numbers to compare; with `weights`, and on one device, outputs are compared, and the rest by
+            `Pipeline.verify`.
         weights: of a model on the ``meta`` device: what `Pipeline.load_weights` takes.
 
     Returns:
@@ -111,14 +112,17 @@ def compile(
             pipe.is_like(with_some_values(Signature.of_example(model.forward, *given).flatten(*given)))
         if check and not empty:
             _verify_split(pipe, inputs)
-        replicas = pipe.make_replicas()
+        replicas = None if empty else pipe.make_replicas()
         for engine in pipe.engines():
             place(model, engine.compiled.program)
-        replicas.refresh()
-        replicas.tell()
+        if replicas is not None:
+            replicas.refresh()
+            replicas.tell()
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
     if source is not None:
         pipe.load_weights(source)
+        if check:
+            _verify_loaded(pipe)
     return pipe
 
 
@@ -361,6 +365,22 @@ def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
                     verify_sizes(model, one.traced, one.dims, engine.micro_batches(inputs)[1], inputs)
                 if not moves and any(stage.writes or stage.stateful for stage in one.stages):
                     verify_micro_batches(engine, example, inputs)
+
+
+def _verify_loaded(pipe: Pipeline) -> None:
+    """The outputs on the example, where the model itself can be run: it is not spread. Gradients would be its size."""
+    model = pipe.model
+    if len({t.device for t in (*model.parameters(), *model.buffers())}) > 1:
+        return
+    for engine in pipe.engines():
+        traced = engine.compiled.traced
+        with TRACING, preserved(model), torch.inference_mode(False), torch.no_grad():
+            if traced.assumptions.asks_for_grad:
+                continue
+            if model.training not in traced.modes:
+                model.train(not model.training)
+            with contextlib.suppress(ModelFailsError):  # float16, say, on a CPU that does not compute with it
+                verify_numerics(model, traced, engine.run_whole, pipe.example)
 
 
 def _run_of(traced: Traced) -> Run:

@@ -20,7 +20,7 @@ from .batch.merge import Merge
 from .compat import tree_leaves
 from .compiled import Compiled
 from .cost.saved import Live
-from .errors import ArgumentError, PlanError, SerializeError, StageIndexError
+from .errors import ArgumentError, BatchError, PlanError, SerializeError, StageIndexError
 from .graph.effects import has_hooks
 from .graph.ir import Assignment, Program, Stage, Traced
 from .graph.moved import Example, refuse_to_move
@@ -168,7 +168,7 @@ class Pipeline(nn.Module):
                 model, or of another shape or type is named. The model is as it was then.
             ArgumentError: `source` is none of these.
         """
-        with self._begun.common.lock:
+        with self._begun.common.lock, torch.inference_mode(False), torch.no_grad():
             found = fill(
                 self.model, [s for one in self.engines() for s in one.compiled.stages], source_of(source)
             )
@@ -198,6 +198,15 @@ class Pipeline(nn.Module):
             BatchError: the arguments disagree on the batch.
         """
         return call_with_hooks(self.model, self._now.forward, args, kwargs)
+
+    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments is like the example, and the model what it was."""
+        try:
+            self._now.batch(args, kwargs)
+            self._now.watch.use_current_modules()
+        except (ArgumentError, BatchError):
+            return False
+        return True
 
     def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Flat outputs for flat inputs, as one micro-batch."""
@@ -545,7 +554,7 @@ class Pipeline(nn.Module):
             )
         own = self.__dict__
         if own["_stand_in"] is None:
-            own["_stand_in"] = InPlace(self, self._for_other_arguments)
+            own["_stand_in"] = InPlace(self, self._for_other_arguments, self._begun.common.lock)
         with in_the_place_of(self.model, own["_stand_in"]):
             yield self.model
 

@@ -1,6 +1,7 @@
 """A pipeline in the place of its model: whoever calls the model calls stages, whatever the arguments."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -100,3 +101,47 @@ def test_a_copy_has_pipelines_of_its_own():
         other.model.out.bias.add_(torch.arange(9.0))
     assert torch.equal(other.generate(IDS), other.model.generate(IDS))
     assert torch.equal(pipe.generate(IDS), model.generate(IDS))
+
+
+def test_threads_and_contexts_in_any_order():
+    model, pipe = made()
+    wanted, found = model.generate(IDS, steps=3), []
+
+    def work():
+        found.extend(pipe.generate(IDS, steps=3) for _ in range(4))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12 and all(torch.equal(f, wanted) for f in found)
+    assert len(pipe._stand_in.pipes) == 2 and "_compiled_call_impl" not in vars(model)
+    first, second = pipe.in_place(), pipe.in_place()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert vars(model)["_compiled_call_impl"] is pipe._stand_in
+    second.__exit__(None, None, None)
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_hooks_run_once_and_their_errors_are_the_caller_s():
+    model, pipe = made()
+    runs = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(1))
+    with pipe.in_place():
+        for k in range(3):
+            out = model(IDS)
+            model(IDS[:, -1:], past=out["past"])
+            assert len(runs) == 2 * (k + 1)
+        kinds = len(pipe._stand_in.pipes)
+
+        def fails(module, args, output):
+            raise errors.ArgumentError("of the user's")
+
+        model.register_forward_hook(fails)
+        for _ in range(2):
+            with pytest.raises(errors.ArgumentError, match="of the user's"):
+                model(IDS)
+        assert len(pipe._stand_in.pipes) == kinds

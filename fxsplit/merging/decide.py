@@ -178,6 +178,8 @@ def _refuted(
     model: nn.Module, traced: Traced, found: Derivation, probes: Sequence[Probe], dims: BatchDims
 ) -> set[str]:
     """The first of the assumed rows that are none, by their numbers, and all that this was assumed of after it."""
+    if any(x.is_meta for x in probes[0].inputs):
+        return set(found.assumed)  # there are no numbers that would confirm it
     if not found.assumed or found.by_micro_batch:
         return set()
     for probe in probes:
@@ -253,10 +255,10 @@ def _decided(
         why = state.why if isinstance(state, Unknown) else ""
         candidates = _candidates(evidence, i)
         whole = evidence[0].whole[i]
-        if isinstance(whole, torch.Tensor) and whole.is_meta and candidates[0].how != "rows":
+        if isinstance(whole, torch.Tensor) and whole.is_meta:
             raise _cannot(
                 name,
-                f"{why or 'nothing says how it depends on the batch'}, and there are no values to tell",
+                f"{why or 'nothing says how it depends on the batch'}, and a model on meta has no values that tell",
                 None,
             )
         chosen = next((m for m in candidates if all(e.fits(i, m) for e in evidence)), None)

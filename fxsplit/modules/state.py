@@ -70,17 +70,6 @@ def others_draw() -> bool:
 
 
 @contextlib.contextmanager
-def preserved_generators() -> Iterator[None]:
-    """The generators of random numbers that models draw from by default end as they were."""
-    drawn = python_random_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            restore_python_random(drawn)
-
-
-@contextlib.contextmanager
 def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
     """The model and the random number generators end as they were, also when the body raises: buffers and
     tensor attributes (values and objects), gradients, modes, hooks and plain attributes of every module.

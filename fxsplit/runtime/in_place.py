@@ -9,12 +9,15 @@ model.generate(ids)
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
 
-from ..errors import ArgumentError, AssumptionError, BatchError, GuardError
+from ..caches import is_cache
+from ..errors import GuardError
 
 _MOST = 16  # kinds of calls; who needs more compiles for every call
 
@@ -22,7 +25,8 @@ _MOST = 16  # kinds of calls; who needs more compiles for every call
 class Callee(Protocol):
     """A pipeline."""
 
-    model: nn.Module
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is like the example."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -34,37 +38,66 @@ class InPlace:
     Args:
         pipe: the first to be asked.
         another: makes one for other arguments, of the same model.
+        lock: held in calls, and while one is made, which runs the model: the lock of the first.
     """
 
-    def __init__(self, pipe: Callee, another: Callable[[tuple[Any, ...], dict[str, Any]], Callee]) -> None:
-        self.pipes, self._another = [pipe], another
+    def __init__(
+        self,
+        pipe: Callee,
+        another: Callable[[tuple[Any, ...], dict[str, Any]], Callee],
+        lock: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        self.pipes, self._another, self._lock = [pipe], another, lock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output for these arguments, of the pipeline that takes them; a new one, if none does."""
-        for pipe in self.pipes:
-            try:
-                found = pipe(*args, **kwargs)
-            except (ArgumentError, AssumptionError, BatchError, GuardError):
-                continue  # nothing has been changed; if no pipeline can be made for them, that says why
-            self.pipes.remove(pipe)
-            self.pipes.insert(0, pipe)  # the next call will be like this one
-            return found
-        made = self._another(args, kwargs)
-        self.pipes = [made, *self.pipes[: _MOST - 1]]
-        return made(*args, **kwargs)
+        with self._lock:
+            for pipe in list(self.pipes):
+                if pipe.takes(args, kwargs):
+                    with contextlib.suppress(GuardError):  # nothing has been changed; it decides by a size
+                        return self._called(pipe, args, kwargs)
+            return self._called(self._another(args, kwargs), args, kwargs)
+
+    def _called(self, pipe: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = pipe(*args, **kwargs)
+        # The next call will be like this one.
+        self.pipes = [pipe, *(other for other in self.pipes if other is not pipe)][:_MOST]
+        _written_back([*args, *kwargs.values()], found)
+        return found
+
+
+def _written_back(given: list[Any], output: Any) -> None:
+    """A cache that was passed in holds what the model's own forward would have left in it: what is in the output."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    mine, new = [v for v in given if is_cache(v)], [v for v in values if is_cache(v)]
+    for old, now in zip(mine, new, strict=False) if len(mine) == len(new) else ():
+        if type(old) is type(now) and old is not now:
+            vars(old).update(vars(now))
+
+
+_ACTIVE: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_NAME = "_compiled_call_impl"  # torch 2.9 to 2.15
 
 
 @contextlib.contextmanager
 def in_the_place_of(model: nn.Module, stand_in: InPlace) -> Iterator[None]:
-    """``model(...)`` calls `stand_in`, as after ``model.compile()``; ``model.forward`` is the model's own."""
-    own, name = model.__dict__, "_compiled_call_impl"  # torch 2.9 to 2.15
-    before = own.get(name)
-    was_there = name in own
-    own[name] = stand_in
+    """``model(...)`` calls `stand_in`, as after ``model.compile()``; ``model.forward`` is the model's own.
+
+    Several may be in its place, in threads too; the last that came is called, and who goes last leaves what was there.
+    """
+    with _lock:
+        _ACTIVE.setdefault(model, [vars(model).get(_NAME)]).append(stand_in)
+        vars(model)[_NAME] = stand_in
     try:
         yield
     finally:
-        if was_there:
-            own[name] = before
-        else:
-            del own[name]
+        with _lock:
+            row = _ACTIVE[model]
+            del row[len(row) - 1 - row[::-1].index(stand_in)]
+            if row[-1] is None:
+                vars(model).pop(_NAME, None)
+            else:
+                vars(model)[_NAME] = row[-1]
+            if len(row) == 1:
+                del _ACTIVE[model]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..compare import equal
-from ..modules.state import preserved_generators
+from ..modules.state import preserved
 
 _LARGEST = 2**28  # bytes of parameters that a module may have beside such buffers, for these to be computed
 
@@ -33,7 +33,7 @@ def computed(model: nn.Module, module: nn.Module, names: Sequence[str]) -> dict[
         left = [name for name in names if name not in found]
         if not left:
             break
-        with preserved_generators(), torch.no_grad():
+        with preserved(module, parameters=True), torch.no_grad():
             try:
                 first, second = (_filled(module, number, initialize) for number in (0, 1))
             except Exception:  # whatever code of the user's makes of a module without weights

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..compare import equal
-from ..compat import restore_rnn
+from ..compat import like, restore_rnn, storage_key
 from ..errors import WeightsError
 from ..graph.ir import Stage
 from ..graph.place import tensors_of
@@ -76,6 +76,7 @@ def fill(model: nn.Module, stages: Sequence[Stage], source: Source) -> Loaded:
         WeightsError: names all that is missing, not known, or of another shape or type. The model is as it was.
     """
     slots = _slots(model, stages)
+    _refuse_what_would_be_lost(slots)
     shapes = source.shapes()
     names = _check(model, slots, shapes, source) if shapes is not None else {s: s.names for s in slots}
     found: dict[_Slot, torch.Tensor] = {}
@@ -123,6 +124,30 @@ def _slots(model: nn.Module, stages: Sequence[Stage]) -> list[_Slot]:
             slot = slots[id(getattr(holder, kind)[name])]
             slot.home, slot.stage = torch.empty(0, device=stage.device).device, stage.index
     return sorted(slots.values(), key=lambda slot: slot.stage)
+
+
+def _refuse_what_would_be_lost(slots: Sequence[_Slot]) -> None:
+    """Tensors without values are replaced: what is tied to the object, or to its memory, would be gone.
+
+    Raises:
+        WeightsError: a parameter has hooks, or shares its memory with another tensor.
+    """
+    memory: dict[int, _Slot] = {}
+    for slot in slots:
+        tensor = slot.tensor
+        if not tensor.is_meta:
+            continue
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise WeightsError(
+                f"{slot.names[0]} has hooks, and is replaced by a parameter with values",
+                remedy="register hooks of parameters after load_weights",
+            )
+        other = memory.setdefault(storage_key(tensor), slot)
+        if other is not slot:
+            raise WeightsError(
+                f"{other.names[0]} and {slot.names[0]} are two tensors over one memory, which no checkpoint says",
+                remedy=f"one parameter for both: module.{slot.names[0]} = module.{other.names[0]}; or a model with values",
+            )
 
 
 class _Problems:
@@ -262,7 +287,7 @@ def _put(slot: _Slot, value: torch.Tensor) -> None:
         if not old.is_meta:
             old.data = value
             return
-        value = nn.Parameter(value, old.requires_grad)
+        value = like(old, value)
         value.__dict__.update(old.__dict__)
     for module, kind, name in slot.places:
         getattr(module, kind)[name] = value

@@ -123,7 +123,7 @@ class _Held(Source):
 
     def read(self, name: str, device: torch.device) -> torch.Tensor | None:
         found = self.tensors.get(name)
-        return None if found is None else found.detach().to(device, copy=True)
+        return None if found is None else _copied(found, name, device, self.what)
 
 
 class _Asked(Source):
@@ -143,7 +143,14 @@ class _Asked(Source):
                 f"{self.what} gives a {type(found).__name__} for {name!r}",
                 remedy="return a tensor, or None for what is to be left out",
             )
-        return None if found is None else found.detach().to(device, copy=True)
+        return None if found is None else _copied(found, name, device, self.what)
+
+
+def _copied(tensor: torch.Tensor, name: str, device: torch.device, what: str) -> torch.Tensor:
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "is on meta and has no values" if tensor.is_meta else f"is {tensor.layout}, and not dense"
+        raise WeightsError(f"{name} of {what} {kind}", remedy="the state_dict of a model that has values")
+    return tensor.detach().to(device, copy=True)
 
 
 class _SafeFile(Source):

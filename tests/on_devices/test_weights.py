@@ -75,3 +75,16 @@ def test_no_room_on_a_device():
     ):
         pipe.load_weights(Full(state))
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_replicas_on_several_devices():
+    model, x = Tied(), X
+    plan = Plan(
+        stages=2,
+        replicas=2,
+        micro_batches=2,
+        devices=[("sim:0", "sim:1"), ("sim:2", "sim:3")],
+        deferred_batch_norm=True,
+    )
+    pipe = fxsplit.compile(on_meta(Tied), plan, example_args=(x,), weights=model.state_dict()).eval()
+    assert torch.equal(pipe(x).cpu(), model.eval()(x))

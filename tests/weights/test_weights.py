@@ -351,7 +351,7 @@ def test_how_outputs_merge_is_not_guessed_without_values():
             return self.b(self.a(x))
 
     x, plan = torch.randn(4, 4), Plan(stages=2, micro_batches=2)
-    with pytest.raises(errors.BatchError, match="no values to tell"):
+    with pytest.raises(errors.BatchError, match="no values that tell"):
         fxsplit.compile(on_meta(Total), plan, example_args=(x,), leaf_modules=[Kept])
     assert fxsplit.compile(Total(), plan, example_args=(x,), leaf_modules=[Kept]).merges[0].how == "sum"
 
@@ -373,8 +373,7 @@ class Asking(nn.Module):
         return y.float().cpu() @ mask.exp()
 
 
-@pytest.mark.parametrize("leaf_modules", [(), ["a"]])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "leaf_modules"), [(1, ()), (2, ()), (1, ["a"])])
 def test_devices_are_those_of_the_cpu(micro_batches, leaf_modules):
     model, x = Asking(), torch.randn(6, 4)
     plan, empty = Plan(stages=2, micro_batches=micro_batches), on_meta(Asking)
@@ -384,3 +383,88 @@ def test_devices_are_those_of_the_cpu(micro_batches, leaf_modules):
     assert torch.equal(pipe(x), same(x))
     assert [s.code for s in pipe.stages] == [s.code for s in same.stages]
     assert "numbers:" in pipe.verify()
+
+
+class Flips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x)).flip(0)
+
+
+def test_rows_are_not_told_by_shapes_alone():
+    with pytest.raises(errors.BatchError, match="output"):
+        fxsplit.compile(on_meta(Flips), Plan(stages=2, micro_batches=2), example_args=(torch.randn(4, 4),))
+
+
+class Looks(Flips):
+    def forward(self, x):
+        y = self.b(self.a(x))
+        return y + 1 if self.a.weight.is_meta else y
+
+
+def test_with_weights_outputs_are_compared():
+    x = torch.randn(4, 4)
+    with pytest.raises(errors.FxsplitError):
+        fxsplit.compile(on_meta(Looks), Plan(), example_args=(x,), weights=Looks().state_dict())
+
+
+def test_what_would_be_lost_with_the_object_is_refused():
+    def hooked():
+        model = Flips()
+        model.a.weight.register_hook(lambda g: g * 0.5)
+        return model
+
+    def shared():
+        model = Flips()
+        model.b.weight = nn.Parameter(model.a.weight.data)
+        return model
+
+    for make, words in (
+        (hooked, "a.weight has hooks"),
+        (shared, "a.weight and b.weight are two tensors over one"),
+    ):
+        with pytest.raises(errors.WeightsError, match=words):
+            fxsplit.compile(
+                on_meta(make), Plan(), example_args=(torch.randn(4, 4),), weights=Flips().state_dict()
+            )
+
+
+def test_sources_without_values():
+    pipe = fxsplit.compile(on_meta(Flips), Plan(), example_args=(torch.randn(4, 4),))
+    state = Flips().state_dict()
+    for odd, words in (
+        (on_meta(Flips).state_dict(), "is on meta"),
+        ({**state, "a.weight": torch.ones(4, 4).to_sparse()}, "not dense"),
+    ):
+        with pytest.raises(errors.WeightsError, match=words):
+            pipe.load_weights(odd)
+    with torch.inference_mode():
+        pipe.load_weights(state)
+    pipe(torch.randn(4, 4)).sum().backward()
+    assert pipe.model.a.weight.grad is not None
+
+
+def test_what_computes_a_buffer_leaves_no_trace():
+    class Redraws(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.log = nn.Linear(4, 4), []
+            self.register_buffer("f", torch.ones(4), persistent=False)
+
+        def reset_parameters(self):
+            self.lin.reset_parameters()
+            self.log.append(1)
+
+        def forward(self, x):
+            return self.lin(x) * self.f
+
+    model = Redraws()
+    before = model.lin.weight.detach().clone()
+    model.f = model.f.to("meta")
+    pipe = fxsplit.compile(model, Plan(), example_args=(torch.randn(4, 4),))
+    with pytest.raises(errors.WeightsError, match="f"):
+        pipe.load_weights(model.state_dict())
+    assert torch.equal(model.lin.weight, before) and model.log == []
