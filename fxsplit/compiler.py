@@ -23,7 +23,7 @@ from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph.ir import Assignment, Program, Traced
 from .graph.moved import Example
 from .graph.nodes import is_within, output_values
-from .graph.place import check_attributes, check_devices, gathered, place
+from .graph.place import check_attributes, check_devices, gathered, has_no_values
 from .graph.signature import Signature
 from .memory.regions import Runs, chosen_runs
 from .memory.simulated import with_simulated_memory
@@ -43,7 +43,7 @@ from .replicas.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.unsaid import whole_modules
 from .trace.front import TRACING, trace
-from .trace.without_values import all_on_meta, as_on_cpu, has_no_values, with_some_values, without_values
+from .trace.without_values import all_on_meta, as_on_cpu, with_some_values, without_values
 from .weights.sources import source_of
 
 
@@ -88,6 +88,8 @@ def compile(
     Raises:
         PlanError, ModelError, ArgumentError, BatchError, TraceError, PartitionError, VerifyError: see
             `fxsplit.errors`. Nothing has changed then.
+        WeightsError: as of `Pipeline.load_weights`; no weight has been put into the model. What had values, buffers
+            say, may be on the device of its stage.
     """
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
     grad, empty = torch.is_grad_enabled(), has_no_values(model)
@@ -96,28 +98,24 @@ def compile(
         contextlib.nullcontext((example_args, kwargs)) if empty else _able_to_run(model, example_args, kwargs)
     )
     with TRACING, torch.inference_mode(False), torch.enable_grad(), able as given:
+        shown = without_values(given) if empty else given
         with all_on_meta(model) if empty else contextlib.nullcontext():
             traced = trace(
                 model,
-                *(without_values(given) if empty else given),
+                *shown,
                 leaf_modules=leaf_modules,
                 tracer=tracer,
                 batch_dims=plan.batch_dims,
                 check=check and not empty,
                 grad=grad,
             )
-            inputs = traced.signature.flatten(*(without_values(given) if empty else given))
+            inputs = traced.signature.flatten(*shown)
             pipe = _pipeline(model, traced, plan, inputs, check)
         if empty:
             pipe.is_like(with_some_values(Signature.of_example(model.forward, *given).flatten(*given)))
-        if check and not empty:
+        elif check:
             _verify_split(pipe, inputs)
-        replicas = None if empty else pipe.make_replicas()
-        for engine in pipe.engines():
-            place(model, engine.compiled.program)
-        if replicas is not None:
-            replicas.refresh()
-            replicas.tell()
+        pipe.settle()
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
     if source is not None:
         pipe.load_weights(source)

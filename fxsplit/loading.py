@@ -24,7 +24,7 @@ from .files import read_json, read_text
 from .graph.assumptions import ASKED, CALLER, LOOKUPS, Assumptions, caller_now
 from .graph.ir import Assignment, Forecast, NodeFacts, Source, StageForecast, Traced
 from .graph.nodes import ModuleMode, resolve, run_under
-from .graph.place import check_attributes, check_devices, place
+from .graph.place import check_attributes, check_devices
 from .graph.signature import Argument, Signature
 from .modules.seen import Seen
 from .partition.device_map import output_homes
@@ -79,7 +79,7 @@ def load(
         if isinstance(model, nn.Module):
             _check_fits(data, model)
         names.check(_names(data, by_state_dict=not isinstance(model, nn.Module)))
-        pipe, own = _pipeline(path, data, model, names)
+        pipe = _pipeline(path, data, model, names)
     except FxsplitError:
         raise
     except (
@@ -89,9 +89,7 @@ def load(
             f"{os.fspath(folder)} is damaged, or does not fit the model: {type(error).__name__}: {error}",
             remedy="save the pipeline again, or load it with the model that it was compiled from",
         ) from error
-    for engine in pipe.engines():
-        place(own, engine.compiled.program)
-    pipe.make_replicas().tell()
+    pipe.settle()
     whole = [path for path, why in pipe.traced.kept_whole.items() if why == ASKED_WHOLE]
     pipe.compiled_by(functools.partial(compile, leaf_modules=whole))
     return pipe
@@ -162,8 +160,8 @@ def _names(data: Mapping[str, Any], *, by_state_dict: bool) -> Iterator[Any]:
 
 def _pipeline(
     path: Path, data: Mapping[str, Any], model: nn.Module | Mapping[str, torch.Tensor], names: Names
-) -> tuple[Pipeline, nn.Module]:
-    """The pipeline and its model; nothing has been moved."""
+) -> Pipeline:
+    """The pipeline; nothing has been moved."""
     for graph in _graphs(data):
         for name in graph["classes"]:  # to import a class registers it
             names.find(name)
@@ -177,7 +175,7 @@ def _pipeline(
     pipe.prove_schedules()
     if isinstance(own, Skeleton):
         own.runs(pipe.traced)
-    return pipe, own
+    return pipe
 
 
 def _played(plan: Plan, graph: Mapping[str, Any]) -> Plan:

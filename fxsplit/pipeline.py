@@ -24,7 +24,7 @@ from .errors import ArgumentError, BatchError, PlanError, SerializeError, StageI
 from .graph.effects import has_hooks
 from .graph.ir import Assignment, Program, Stage, Traced
 from .graph.moved import Example, refuse_to_move
-from .graph.place import gathered, place
+from .graph.place import gathered, has_no_values, place
 from .loss.criterion import Criterion
 from .loss.losses import check_loss_fn
 from .loss.reductions import LossFn
@@ -73,7 +73,7 @@ class Pipeline(nn.Module):
     _example: Example
     _reducers: Reducers
     _compiler: Callable[..., Pipeline] | None
-    _stand_in: InPlace | None
+    _others: list[Any]  # pipelines over the same model, for other kinds of calls
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, compiled=dict(compiled), _engines=engines(model, compiled))
-        own.update(_example=Example(model, example), _reducers=Reducers(), _compiler=None, _stand_in=None)
+        own.update(_example=Example(model, example), _reducers=Reducers(), _compiler=None, _others=[])
 
     # -- what was made -------------------------------------------------------------------------------------------
 
@@ -168,17 +168,22 @@ class Pipeline(nn.Module):
                 model, or of another shape or type is named. The model is as it was then.
             ArgumentError: `source` is none of these.
         """
+        stages = [stage for engine in self.engines() for stage in engine.compiled.stages]
         with self._begun.common.lock, torch.inference_mode(False), torch.no_grad():
-            found = fill(
-                self.model, [s for one in self.engines() for s in one.compiled.stages], source_of(source)
-            )
+            found = fill(self.model, stages, source_of(source))
             for engine in self.engines():
-                place(self.model, engine.compiled.program)
                 engine.watch.use_current_modules()
-            replicas = self.make_replicas()
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        """Parameters and buffers go where their stages are, and replicas follow them; without weights, what has values."""
+        replicas = None if has_no_values(self.model) else self.make_replicas()
+        for engine in self.engines():
+            place(self.model, engine.compiled.program)
+        if replicas is not None:
             replicas.refresh()
             replicas.tell()
-        return found
 
     def is_like(self, example: Sequence[torch.Tensor]) -> None:
         """The flat inputs that stand for the example, where that has no values."""
@@ -486,7 +491,7 @@ class Pipeline(nn.Module):
 
         What autograd keeps is measured once on the example; parameters, buffers and arguments are not counted. The
         peak is with one region computed again; workers that share a device may each have one at the same time.
-        Where the model is not on the example's device, it is measured on a copy that is.
+        Where the model is not on the example's device, it is measured on a copy that is; without weights on ``meta``.
         """
         return questions.memory(self._now, self._example)
 
@@ -552,18 +557,18 @@ class Pipeline(nn.Module):
                 "the pipeline was loaded without its model, in whose place it could be",
                 remedy="fxsplit.load(folder, model)",
             )
-        own = self.__dict__
-        if own["_stand_in"] is None:
-            own["_stand_in"] = InPlace(self, self._for_other_arguments, self._begun.common.lock)
-        with in_the_place_of(self.model, own["_stand_in"]):
+        lock, schedule = self._begun.common.lock, self.plan.schedule_name
+        stand_in = InPlace(self, self._others, self._for_other_arguments, lock, schedule)
+        with in_the_place_of(self.model, stand_in):
             yield self.model
 
     def _for_other_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipeline:
         """A pipeline over the same model, for calls that are not like the example."""
         if self._compiler is None:
             raise ArgumentError("the pipeline does not know what it was compiled from")
-        plan = self._placed_as_it_is()
-        return self._compiler(self.model, plan, example_args=args, example_kwargs=kwargs)
+        made = self._compiler(self.model, self._placed_as_it_is(), example_args=args, example_kwargs=kwargs)
+        made._take_over(self)
+        return made
 
     def _placed_as_it_is(self) -> Plan:
         """The plan, for another graph of the same model: every module stays on its device."""
@@ -573,10 +578,14 @@ class Pipeline(nn.Module):
 
     def _become(self, made: Pipeline) -> None:
         """Take over all that a compile makes. Lock and hooks stay."""
-        mine, new = self._begun.common, made._begun.common
-        new.lock, new.hooks, new.serial = mine.lock, mine.hooks, mine.serial
-        for name in ("plan", "compiled", "_engines", "_example", "_stand_in"):
+        made._take_over(self)
+        for name in ("plan", "compiled", "_engines", "_example", "_others"):
             self.__dict__[name] = made.__dict__[name]
+
+    def _take_over(self, other: Pipeline) -> None:
+        """Play one at a time with another pipeline, and announce actions to the same hooks."""
+        mine, its = self._begun.common, other._begun.common
+        mine.lock, mine.hooks, mine.serial = its.lock, its.hooks, its.serial
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -622,7 +631,16 @@ class Pipeline(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """The model's own."""
+        """The model's own.
+
+        Raises:
+            ArgumentError: the model has no weights yet. PyTorch would copy the values to nowhere.
+        """
+        if has_no_values(self.model) and not assign:
+            raise ArgumentError(
+                "the pipeline has no weights yet, and load_state_dict copies into those that are there",
+                remedy="pipe.load_weights(state_dict)",
+            )
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -636,9 +654,10 @@ class Pipeline(nn.Module):
         model = copy.deepcopy(self.model, memo)
         found = Pipeline(model, self.plan, over(self.compiled, model), self.example)
         found.compiled_by(self._compiler)
-        for engine in found.engines():
-            engine.watch.use_current_modules()
-        found.make_replicas().tell()
+        if not has_no_values(model):
+            for engine in found.engines():
+                engine.watch.use_current_modules()
+            found.make_replicas().tell()
         return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -12,12 +12,14 @@ from .cost.saved import Live, measured_saved
 from .graph.ir import Traced
 from .graph.moved import Example
 from .graph.nodes import output_names
+from .graph.place import has_no_values
 from .memory.kept import kept_by_device
 from .proof.numerics import verify_numerics
 from .proof.plan import in_micro_batches, verify_sizes
 from .proof.structure import RULES, verify_structure
 from .report.tables import stage_table
 from .runtime.engine import Engine, over
+from .trace.without_values import all_on_meta, without_values
 
 
 def verify(every: Iterable[Engine], now: Engine, example: Example) -> str:
@@ -73,9 +75,13 @@ def verify_micro_batches(now: Engine, example: Example, inputs: Sequence[torch.T
 
 def memory(now: Engine, example: Example) -> dict[torch.device, Live]:
     """Per device the bytes of activations that a batch like the example keeps for backward, by simulation."""
-    compiled, crew = now.compiled, now.crew
+    compiled, crew, inputs = now.compiled, now.crew, example.for_model(now.model)
     with now.common.lock:
-        saved = measured_saved(*_beside(now, example), example.for_model(now.model))
+        if has_no_values(now.model):
+            with all_on_meta(now.model):
+                saved = measured_saved(now.model, _over(now, now.model), without_values(inputs))
+        else:
+            saved = measured_saved(*_beside(now, example), inputs)
     count = len(now.micro_batches(example.inputs)[1])
     schedule = crew.schedule_for(count, crew.meets(count))
     return kept_by_device(
@@ -97,4 +103,9 @@ def _beside(engine: Engine, example: Example) -> tuple[nn.Module, Traced]:
     model = example.beside(engine.model)
     if model is engine.model:
         return model, engine.compiled.traced
-    return model, over({model.training: engine.compiled}, model)[model.training].traced
+    return model, _over(engine, model)
+
+
+def _over(engine: Engine, model: nn.Module) -> Traced:
+    """The graph over another model, or over what the model has now."""
+    return over({True: engine.compiled}, model)[True].traced

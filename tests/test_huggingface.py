@@ -626,12 +626,12 @@ def test_generate_runs_the_stages_and_gives_the_model_s_tokens(hf, name, how):
     pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=2), example_kwargs=example)
     torch.manual_seed(3)
     assert torch.equal(pipe.generate(ids, **given), wanted)
-    kinds = len(pipe._stand_in.pipes)
+    kinds = len(pipe._others)
     assert 2 <= kinds <= 4  # prefill, decode
     with pipe.in_place() as inside:
         torch.manual_seed(3)
         assert inside is model and torch.equal(model.generate(ids, **given), wanted)
-    assert len(pipe._stand_in.pipes) == kinds
+    assert len(pipe._others) == kinds
 
 
 def test_accelerate_prepares_a_pipeline(hf):

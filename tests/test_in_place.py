@@ -1,7 +1,9 @@
 """A pipeline in the place of its model: whoever calls the model calls stages, whatever the arguments."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_generate(micro_batches):
     with torch.no_grad():
         assert torch.equal(pipe.generate(IDS), wanted)
         assert torch.equal(pipe.generate(IDS[:2], steps=3), model.generate(IDS[:2], steps=3))
-    assert played and len(pipe._stand_in.pipes) == 2
+    assert played and len(pipe._others) == 1
     assert "_compiled_call_impl" not in vars(model)
 
 
@@ -116,12 +118,12 @@ def test_threads_and_contexts_in_any_order():
     for thread in threads:
         thread.join()
     assert len(found) == 12 and all(torch.equal(f, wanted) for f in found)
-    assert len(pipe._stand_in.pipes) == 2 and "_compiled_call_impl" not in vars(model)
+    assert len(pipe._others) == 1 and "_compiled_call_impl" not in vars(model)
     first, second = pipe.in_place(), pipe.in_place()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert vars(model)["_compiled_call_impl"] is pipe._stand_in
+    assert "_compiled_call_impl" in vars(model)
     second.__exit__(None, None, None)
     assert "_compiled_call_impl" not in vars(model)
 
@@ -135,7 +137,7 @@ def test_hooks_run_once_and_their_errors_are_the_caller_s():
             out = model(IDS)
             model(IDS[:, -1:], past=out["past"])
             assert len(runs) == 2 * (k + 1)
-        kinds = len(pipe._stand_in.pipes)
+        kinds = len(pipe._others)
 
         def fails(module, args, output):
             raise errors.ArgumentError("of the user's")
@@ -144,4 +146,27 @@ def test_hooks_run_once_and_their_errors_are_the_caller_s():
         for _ in range(2):
             with pytest.raises(errors.ArgumentError, match="of the user's"):
                 model(IDS)
-        assert len(pipe._stand_in.pipes) == kinds
+        assert len(pipe._others) == kinds
+
+
+@pytest.mark.parametrize("kind", ["example", "other"])
+def test_a_call_of_the_model_from_inside_of_a_call_is_refused(kind):
+    model, pipe = made(micro_batches=2)
+    with pipe.in_place():
+        past = model(IDS)["past"]
+        model(IDS[:, -1:], past=past)  # and so there is a pipeline for that
+        pipe.register_action_hook(lambda event: model(IDS))
+        with pytest.raises(errors.ArgumentError, match="from inside of its own call"):
+            model(IDS) if kind == "example" else model(IDS[:, -1:], past=past)
+
+
+def test_a_pipeline_that_has_generated_is_freed_at_once():
+    model, pipe = made(micro_batches=2)
+    pipe.generate(IDS)
+    seen = weakref.ref(pipe)
+    gc.disable()
+    try:
+        del pipe
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -19,10 +19,18 @@ from .ir import Assignment, Program, Stage, Traced
 from .nodes import plain_tensors, region_modules, resolve
 
 
+def has_no_values(model: object) -> bool:
+    """Whether some of a model is on the ``meta`` device."""
+    if not isinstance(model, nn.Module):
+        return False
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
 def place(model: nn.Module, program: Program) -> None:
     """Move every parameter and buffer to the device of its stage; the Parameter objects stay the same.
 
-    What is on ``meta`` has nothing to move. All copies are made before the first one is put in place: out of memory, nothing has changed.
+    What is on ``meta`` has nothing to move. All copies are made before the first one is put in place: out of memory,
+    nothing has changed.
     """
     moved: list[Callable[[], None]] = []
     for stage in program.stages:
@@ -89,9 +97,9 @@ def check_attributes(model: nn.Module, traced: Traced, program: Program) -> None
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """All parameters, buffers and tensor attributes on one device, where a model that was spread can be run; after an error as before.
+    """All parameters, buffers and tensor attributes on one device, where a model that was spread can be run.
 
-    The Parameter objects stay the same.
+    After an error they are where they were. The Parameter objects stay the same.
     """
     tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers, vars(m))]
     items = ((table, key, value) for table in tables for key, value in table.items())

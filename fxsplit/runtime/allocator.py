@@ -6,8 +6,8 @@ the end of a backward does, and the next forward takes its activations page by p
     step 1   forward  [####][####][##..]  backward  frees all: three heaps unmapped
     step 2   forward  80,000 page faults, each zeroes 4 KiB in the kernel
 
-The main thread's heap is given back from its end only, and processes have a main thread each: this was all that
-threads lost to them (docs/benchmarks.md). The remedy is glibc's own, in two parts, while there are pipelines that play
+The main thread's heap is given back from its end only, and processes have a main thread each: most of what threads lose
+to them is this (docs/benchmarks.md). The remedy is glibc's own, in two parts, while there are pipelines that play
 in several threads:
 
 - One block of nearly 32 MiB is freed, untouched. From it glibc learns that blocks up to that size come from heaps and are

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..caches import is_cache
 from ..errors import GuardError
+from .reentry import check_not_inside
 
 _MOST = 16  # kinds of calls; who needs more compiles for every call
 
@@ -36,23 +37,34 @@ class InPlace:
     """What the model is while a pipeline is in its place.
 
     Args:
-        pipe: the first to be asked.
+        pipe: the one in whose name this is.
+        others: those of other kinds of calls, the last used first; more are added.
         another: makes one for other arguments, of the same model.
-        lock: held in calls, and while one is made, which runs the model: the lock of the first.
+        lock: held in calls, and while one is made, which runs the model: the lock of all of them.
+        schedule: of all of them.
     """
 
     def __init__(
         self,
         pipe: Callee,
+        others: list[Callee],
         another: Callable[[tuple[Any, ...], dict[str, Any]], Callee],
         lock: contextlib.AbstractContextManager[Any],
+        schedule: str,
     ) -> None:
-        self.pipes, self._another, self._lock = [pipe], another, lock
+        self._pipe, self._last, self._others = pipe, pipe, others
+        self._another, self._lock, self._schedule = another, lock, schedule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for these arguments, of the pipeline that takes them; a new one, if none does."""
+        """The output for these arguments, of the pipeline that takes them; a new one, if none does.
+
+        Raises:
+            ArgumentError: a hook or a module calls the model from inside of such a call.
+        """
+        check_not_inside(self._lock, self._schedule)
         with self._lock:
-            for pipe in list(self.pipes):
+            # The next call will be like the last.
+            for pipe in sorted([self._pipe, *self._others], key=lambda one: one is not self._last):
                 if pipe.takes(args, kwargs):
                     with contextlib.suppress(GuardError):  # nothing has been changed; it decides by a size
                         return self._called(pipe, args, kwargs)
@@ -60,8 +72,9 @@ class InPlace:
 
     def _called(self, pipe: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = pipe(*args, **kwargs)
-        # The next call will be like this one.
-        self.pipes = [pipe, *(other for other in self.pipes if other is not pipe)][:_MOST]
+        self._last = pipe
+        if pipe is not self._pipe:
+            self._others[:] = [pipe, *(other for other in self._others if other is not pipe)][:_MOST]
         _written_back([*args, *kwargs.values()], found)
         return found
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from ..compat import TreeSpec
 from ..errors import ArgumentError
 from ..graph.nodes import is_within
+from ..graph.place import has_no_values
 from ..graph.signature import Signature
 from ..modules.seen import Seen
 from ..modules.state import preserved
@@ -114,9 +115,7 @@ def refuse_bad_example(request: Request) -> None:
         except Exception as error:
             line = error_line(error)
             text = (str(error).splitlines() or [""])[0]
-            if any(p.is_meta for p in request.model.parameters()) and (
-                "meta" in text or "data-independent" in text
-            ):
+            if has_no_values(request.model) and ("meta" in text.lower() or "data-independent" in text):
                 return  # it asks for values, which it may not do as if compiled
             if "leaf Variable that requires grad" in text:
                 raise ArgumentError(

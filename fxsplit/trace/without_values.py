@@ -22,13 +22,6 @@ from ..graph.nodes import resolve, run_under
 META, CPU = torch.device("meta"), torch.device("cpu")
 
 
-def has_no_values(model: object) -> bool:
-    """Whether some of a model is on the ``meta`` device."""
-    if not isinstance(model, nn.Module):
-        return False
-    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-
-
 @contextlib.contextmanager
 def all_on_meta(model: nn.Module) -> Iterator[None]:
     """All parameters and buffers are on ``meta``, those too that have values; afterwards they are what they were.

@@ -1,5 +1,7 @@
 """Weights that come to several devices: each tensor goes to its stage's, and nowhere else."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,3 +90,13 @@ def test_replicas_on_several_devices():
     )
     pipe = fxsplit.compile(on_meta(Tied), plan, example_args=(x,), weights=model.state_dict()).eval()
     assert torch.equal(pipe(x).cpu(), model.eval()(x))
+
+
+def test_a_saved_plan_with_replicas_takes_weights_later(tmp_path):
+    model = Tied().eval()
+    plan = Plan(stages=2, devices=[["sim:0", "sim:1"], ["sim:2", "sim:3"]], micro_batches=2)
+    pipe = fxsplit.compile(on_meta(Tied).eval(), plan, example_args=(X,))
+    pipe.save_code(tmp_path / "code")
+    for other in (copy.deepcopy(pipe), fxsplit.load(tmp_path / "code", on_meta(Tied).eval())):
+        other.load_weights(model.state_dict())
+        torch.testing.assert_close(other(X).cpu(), model(X))

@@ -407,7 +407,7 @@ class Looks(Flips):
 
 def test_with_weights_outputs_are_compared():
     x = torch.randn(4, 4)
-    with pytest.raises(errors.FxsplitError):
+    with pytest.raises(errors.VerifyError, match="another output 0 than the model: off by 1"):
         fxsplit.compile(on_meta(Looks), Plan(), example_args=(x,), weights=Looks().state_dict())
 
 
@@ -468,3 +468,27 @@ def test_what_computes_a_buffer_leaves_no_trace():
     with pytest.raises(errors.WeightsError, match="f"):
         pipe.load_weights(model.state_dict())
     assert torch.equal(model.lin.weight, before) and model.log == []
+
+
+def test_before_there_are_weights(tmp_path):
+    """What can be done is done; what cannot says which call is meant."""
+    plan = Plan(stages=2, micro_batches=2)
+    model, pipe = Tied(), fxsplit.compile(on_meta(Tied), plan, example_args=(X,))
+    same = fxsplit.compile(model, plan, example_args=(X,))
+    assert pipe.memory() == same.memory()
+    with pytest.raises(errors.ArgumentError, match=r"pipe\.load_weights\(state_dict\)"):
+        pipe.load_state_dict(model.state_dict())
+    assert all(p.is_meta for p in pipe.parameters())
+    pipe.save_code(tmp_path / "code")
+    for other in (copy.deepcopy(pipe), fxsplit.load(tmp_path / "code", on_meta(Tied))):
+        with pytest.raises(errors.ArgumentError, match="no weights yet"):
+            other(X)
+        other.load_weights(model.state_dict())
+        assert torch.equal(other(X), same(X))
+
+
+def test_tensors_that_are_assigned_are_weights():
+    model, x = Rotary(), torch.randn(3, 4)
+    pipe = fxsplit.compile(on_meta(lambda: nn.Linear(4, 4)), Plan(), example_args=(x,))
+    pipe.load_state_dict(model.proj.state_dict(), assign=True)
+    assert torch.equal(pipe(x), model.proj(x))
