@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 
 from ..compat import storage_key
 from ..errors import EffectError, GradientError
+from ..modules.attributes import attributes_of, changed_attributes
 from ..modules.reach import reach
-from ..modules.state import attributes_of, changed_attributes
 from .random import Stream
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import operator
 import random
 import sys
 import time
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..compat import TorchDispatchMode, storage_key
+from .attributes import TABLES, Snapshot, attributes_of, restore_attributes
+from .kept import Memory, kept_when_written
 from .reach import Reach, around_of, holds_state, parts_of
 
 
@@ -89,11 +88,11 @@ def preserved(model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
         {t.device.index for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     )
     drawn = python_random_state()
-    memory = _Memory(watched)
+    memory = Memory(watched)
     with torch.random.fork_rng(devices=devices):
         token = _LOOK.set(before)
         try:
-            with _KeptWhenWritten.around(memory) if watched else contextlib.nullcontext():
+            with kept_when_written(memory) if watched else contextlib.nullcontext():
                 yield
         finally:
             _LOOK.reset(token)
@@ -175,96 +174,6 @@ def _same_items(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-class _Memory:
-    """What parameters hold, as far as somebody has written to it."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [
-            (p, p.detach()) for p in parameters
-        ]  # the memory lives, whatever becomes of ``p.data``
-        self._untouched = {storage_key(p): p.detach() for p in parameters}
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep what the memory of `tensor`, which is about to be written to, holds."""
-        memory = self._untouched.pop(storage_key(tensor), None)
-        if memory is not None:
-            whole = memory.as_strided((memory.untyped_storage().nbytes() // memory.element_size(),), (1,), 0)
-            self._kept.append((whole, whole.clone()))
-
-    def restore(self) -> None:
-        """Parameters have the memory that they had, and that holds what it held."""
-        with torch.no_grad():
-            for parameter, before in self._parameters:
-                if not _same_place(parameter, before):
-                    parameter.data = before
-            for memory, value in self._kept:
-                memory.data.copy_(value)
-
-
-class _KeptWhenWritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what parameters hold when an operation is about to write to them, below autograd and past ``.data``.
-
-    A copy of all of them would be as large as the model, and next to no forward writes to any. Every operation of a
-    compile is seen, so one inside of another is no mode of its own.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._memories: list[_Memory] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for position, name in _written_by(func):
-            written = args[position] if position < len(args) else (kwargs or {}).get(name)
-            for tensor in written if isinstance(written, list | tuple) else (written,):
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    for memory in self._memories:
-                        memory.keep(tensor)
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    @contextlib.contextmanager
-    def around(memory: _Memory) -> Iterator[None]:
-        """Until the end, what is about to be written is kept in `memory`."""
-        mode = _WATCHING.get()
-        if mode is not None:
-            mode._memories.append(memory)
-            try:
-                yield
-            finally:
-                mode._memories.remove(memory)
-            return
-        mode = _KeptWhenWritten()
-        mode._memories.append(memory)
-        token = _WATCHING.set(mode)
-        try:
-            with mode:
-                yield
-        finally:
-            _WATCHING.reset(token)
-
-
-_WATCHING: contextvars.ContextVar[_KeptWhenWritten | None] = contextvars.ContextVar("_WATCHING", default=None)
-
-
-@functools.cache
-def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operation writes to."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return ()
-    arguments = enumerate(schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same numbers of the same memory."""
-    places = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (a, b)]
-    return storage_key(a) == storage_key(b) and places[0] == places[1]
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory is its own to look at: no subclass that wraps others, dense, on a device."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -280,120 +189,11 @@ def _inside_of_objects(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
     found = Reach()
     for module in modules:
         for key, value in module.__dict__.items():
-            if key not in _TABLES and (isinstance(value, tuple) or holds_state(value)):
+            if key not in TABLES and (isinstance(value, tuple) or holds_state(value)):
                 for part in parts_of(value):
                     if not isinstance(part, nn.Module):
                         found.add(part)
     return [t for t in found.tensors.values() if not isinstance(t, nn.Parameter)]
-
-
-class Snapshot:
-    """What an object holds that changes without the attribute being set: a generator, an object, nested containers."""
-
-    def __init__(self, value: Any) -> None:
-        with torch._C.DisableTorchFunction():  # it is nobody's business that a generator's state is a tensor
-            self.value, self.state = value, _state_of(value, set())
-
-    def changed(self) -> bool:
-        """Whether it holds something else now."""
-        with torch._C.DisableTorchFunction():
-            return not _same_state(self.state, _state_of(self.value, set()))
-
-    def restore(self) -> None:
-        """Let it hold what it held."""
-        if self.changed():
-            with torch._C.DisableTorchFunction():
-                _put_state(self.value, self.state)
-
-
-def _state_of(value: Any, around: set[int]) -> Any:
-    """What `value` holds now. An object that holds itself is looked at once."""
-    if type(value) in _PLAIN or not holds_state(value) or id(value) in around:
-        return None
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, itertools.count):
-        return repr(value)
-    if isinstance(value, types.GeneratorType):
-        return None if value.gi_frame is None else (value.gi_frame.f_lasti, repr(value.gi_frame.f_locals))
-    around = around | {id(value)}
-    table = _table_of(value)
-    if table is not None:
-        return {k: (v, _state_of(v, around)) for k, v in list(table.items())}
-    if isinstance(value, set):
-        return frozenset(value)
-    return [(v, _state_of(v, around)) for v in value]
-
-
-def _table_of(value: Any) -> dict[Any, Any] | None:
-    """The dict that a dict or an object is."""
-    return value if isinstance(value, dict) else getattr(value, "__dict__", None)
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and _same_state(list(a.values()), list(b.values()))
-    if isinstance(a, list):
-        return len(a) == len(b) and all(
-            (x is y or (type(x) in _PLAIN and type(x) is type(y) and x == y)) and _same_state(s, t)
-            for (x, s), (y, t) in zip(a, b, strict=True)
-        )
-    return bool(a == b)
-
-
-def _put_state(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif isinstance(state, dict):
-        table = _table_of(value)
-        assert table is not None
-        table.clear()
-        table.update({k: v for k, (v, _) in state.items()})
-        for item, inner in state.values():
-            _put_state(item, inner)
-    elif isinstance(state, frozenset):
-        value.clear()
-        value.update(state)
-    elif isinstance(state, list):
-        value.clear()
-        value.extend(v for v, _ in state)
-        for item, inner in state:
-            _put_state(item, inner)
-
-
-def _holds_state(value: Any) -> bool:
-    """Whether a shallow copy of it would not show all changes."""
-    if isinstance(value, dict | list):
-        return any(holds_state(v) for v in (value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, set) and holds_state(value)
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """A copy of the attributes of `module`, to compare or restore later.
-
-    Deeper than `__dict__`: `_parameters`, `_buffers`, `_modules` and the hooks are dicts, a forward may append to a
-    list, and generators and namespaces change inside.
-    """
-
-    def copied(key: str, value: Any) -> Any:
-        if key not in _TABLES and _holds_state(value):
-            return Snapshot(value)
-        return value.copy() if isinstance(value, dict | list | set) else value
-
-    # most attributes are plain: this is called often
-    return {k: v if type(v) in _PLAIN else copied(k, v) for k, v in module.__dict__.items()}
-
-
-_PLAIN = (bool, int, float, str, type(None), tuple)
-_TABLES = frozenset(vars(nn.Module()))  # of every module: modules, parameters, buffers, hooks
 
 
 def unregistered(model: nn.Module) -> list[nn.Module]:
@@ -413,48 +213,3 @@ def unregistered(model: nn.Module) -> list[nn.Module]:
                 if isinstance(item, nn.Module) and id(item) not in known:
                     found.update({id(m): m for m in item.modules()})
     return list(found.values())
-
-
-def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Names of the attributes of `module` that were set, deleted or extended since `attributes_of`."""
-    now = module.__dict__
-    changed = []
-    for key in [*before, *(k for k in now if k not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Snapshot):
-            if new is not old.value or old.changed():
-                changed.append(key)
-        elif key in _TABLES and isinstance(old, dict) and isinstance(new, dict):
-            inner = [*old, *(k for k in new if k not in old)]
-            changed += [str(k) for k in inner if old.get(k) is not new.get(k)]
-        elif _differs(new, old):
-            changed.append(key)
-    return changed
-
-
-def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Put the attributes of `module` back to what `attributes_of` returned."""
-    now = module.__dict__
-    for key in [k for k in now if k not in before]:
-        del now[key]
-    for key, value in before.items():
-        present = now.get(key)
-        if isinstance(value, Snapshot):
-            now[key] = value.value
-            value.restore()
-        elif isinstance(present, dict | list | set) and type(present) is type(value):
-            if _differs(present, value):
-                present.clear()  # in place: others may hold the container itself
-                present.extend(value) if isinstance(value, list) else present.update(value)  # type: ignore[union-attr]
-        elif key not in now or present is not value:  # None and not there are two things
-            now[key] = value
-
-
-def _differs(now: Any, before: Any) -> bool:
-    if type(now) is not type(before):
-        return True
-    if isinstance(before, dict):
-        return list(now) != list(before) or any(now[k] is not before[k] for k in before)
-    if isinstance(before, list):
-        return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
-    return bool(now != before) if isinstance(before, set) else now is not before

@@ -14,9 +14,9 @@ from ..errors import EffectError
 from ..graph.ir import Program, Stage
 from ..graph.nodes import is_within, region_modules, resolve
 from ..inserted.recompute import Surroundings, is_torchs, storages_of
+from ..modules.attributes import Snapshot
 from ..modules.callbacks import callbacks_of
 from ..modules.reach import reach
-from ..modules.state import Snapshot
 
 _REMEDY = "compile with an example on which the model does this too, so that it is done in order"
 

@@ -13,7 +13,8 @@ from torch import fx, nn
 from ..compat import TreeSpec, transforms_left, tree_flatten
 from ..errors import TraceError
 from ..graph.ir import Source
-from ..modules.state import attributes_of, changed_attributes, preserved, restore_attributes
+from ..modules.attributes import attributes_of, changed_attributes, restore_attributes
+from ..modules.state import preserved
 from .capture import Capture, Request, refuse_bad_example
 from .reads import reads_of_a_run
 from .refusal import CannotInlineError, WritesAttributeError

@@ -32,13 +32,8 @@ from ..errors import TraceError
 from ..graph.ir import Source
 from ..graph.nodes import resolve
 from ..inserted.ops import guard
-from ..modules.state import (
-    attributes_of,
-    changed_attributes,
-    preserved,
-    python_random_state,
-    same_python_random,
-)
+from ..modules.attributes import attributes_of, changed_attributes
+from ..modules.state import preserved, python_random_state, same_python_random
 from .capture import Capture, Request, Taken
 from .reads import reads_of_a_run
 from .source import is_the_users

@@ -17,16 +17,9 @@ from ..compat import Interpreter, storage_key, tree_leaves, tree_map
 from ..graph import effects
 from ..graph.ir import NodeFacts, TensorSpec
 from ..graph.nodes import resolve
+from ..modules.attributes import Snapshot, attributes_of, changed_attributes
 from ..modules.reach import Reach, objects_in, reach
-from ..modules.state import (
-    Snapshot,
-    attributes_of,
-    changed_attributes,
-    preserved,
-    python_random_state,
-    same_python_random,
-    state_tensors,
-)
+from ..modules.state import preserved, python_random_state, same_python_random, state_tensors
 
 
 def find_facts(

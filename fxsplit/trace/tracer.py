@@ -18,15 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ..compat import last_node, storage_key, transforms_left, tree_leaves
 from ..graph.assumptions import ASKED, global_hooks
 from ..inserted.ops import guard
+from ..modules.attributes import attributes_of, changed_attributes, restore_attributes
 from ..modules.callbacks import callbacks_of
 from ..modules.seen import Seen, seen
-from ..modules.state import (
-    attributes_of,
-    changed_attributes,
-    python_random_state,
-    restore_attributes,
-    same_python_random,
-)
+from ..modules.state import python_random_state, same_python_random
 from .capture import Taken
 from .operations import (
     ASKS,
