@@ -65,6 +65,22 @@ def load_quietly(name: str) -> None:
             importlib.import_module(name)
 
 
+def set_frame_compiler(compiler: Any) -> Any:
+    """What `torch.compile` compiles the frames of this thread by from now on; returns what it was: None for nothing."""
+    return torch._C._dynamo.eval_frame.set_eval_frame(compiler)  # torch 2.9 to 2.15
+
+
+@functools.cache
+def _skip(package: str) -> None:
+    importlib.import_module(f"{DYNAMO}.trace_rules").add(package)
+
+
+def not_compiled(package: str) -> None:
+    """`torch.compile` leaves the functions of a package as they are, and looks at those that they call."""
+    if DYNAMO in sys.modules:
+        _skip(package)  # torch 2.9 to 2.15
+
+
 DYNAMO = "torch._dynamo"  # torch 2.10 to 2.15: by the first operation under a dispatch mode of torch's own
 SYMBOLIC_SHAPES = (
     "torch.fx.experimental.symbolic_shapes"  # torch 2.9 to 2.15: by the first backward from gradients

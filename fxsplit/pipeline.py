@@ -17,7 +17,7 @@ from . import questions
 from .arguments import explained
 from .batch.dims import BatchDims
 from .batch.merge import Merge
-from .compat import tree_leaves
+from .compat import set_frame_compiler, tree_leaves
 from .compiled import Compiled
 from .cost.saved import Live
 from .errors import ArgumentError, BatchError, PlanError, SerializeError, StageIndexError
@@ -39,6 +39,7 @@ from .runtime.in_place import InPlace, in_the_place_of
 from .runtime.model_face import IN_PLACE, during, handed_on, says_what_it_takes
 from .runtime.reentry import check_not_inside
 from .runtime.step import call_merged, step_outside
+from .runtime.torch_compile import put_aside
 from .saving.save import save_code
 from .saving.skeleton import Skeleton
 from .schedules.schedule import Schedule
@@ -202,7 +203,12 @@ class Pipeline(nn.Module):
             ArgumentError: an argument is missing, unknown, or not like the example's.
             BatchError: the arguments disagree on the batch.
         """
-        return call_with_hooks(self.model, self._now.forward, args, kwargs)
+        compiler = set_frame_compiler(None)
+        try:
+            with put_aside(compiler) if compiler is not None else contextlib.nullcontext():
+                return call_with_hooks(self.model, self._now.forward, args, kwargs)
+        finally:
+            set_frame_compiler(compiler)
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments is like the example, and the model what it was."""
@@ -298,6 +304,32 @@ class Pipeline(nn.Module):
             call = functools.partial(call_merged, self, lock)
             with buffers_as_before(now.watch.written()):
                 return step_outside(call, args, kwargs, loss_fn, target)
+
+    def compile_stages(self, **options: Any) -> Self:
+        """Let `torch.compile` compile each stage, in place; the schedule, transfers and gradients between them stay fxsplit's.
+
+        ``pipe.compile(...)`` is the same. ``torch.compile(pipe)(x)`` does it for that call, and not for ``pipe.step``.
+        Compiled kernels round in another way than the model, so `verify` still compares what the code says. Stages that
+        draw random numbers take turns, since compiled code draws from the default generator.
+
+        Args:
+            options: what `torch.compile` takes: ``backend``, ``mode``, ``dynamic``, ...
+
+        Returns:
+            The pipeline.
+
+        Raises:
+            PlanError: the plan splits backward, recomputes, has replicas, keeps statistics of the whole batch or looks for
+                anomalies: nothing has been compiled.
+        """
+        for engine in self.engines():
+            engine.compile_stages(options)
+        self._begun.common.options = options
+        return self
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As `compile_stages`."""
+        self.compile_stages(*args, **options)
 
     def criterion(self, loss_fn: LossFn, reduction: str | None = None) -> Criterion:
         """A loss of ``pipe(x)`` that is that of the whole batch, computed where the parts of the output are.
@@ -583,9 +615,11 @@ class Pipeline(nn.Module):
             self.__dict__[name] = made.__dict__[name]
 
     def _take_over(self, other: Pipeline) -> None:
-        """Play one at a time with another pipeline, and announce actions to the same hooks."""
+        """Play one at a time with another pipeline, announce actions to the same hooks, be compiled as it is."""
         mine, its = self._begun.common, other._begun.common
         mine.lock, mine.hooks, mine.serial = its.lock, its.hooks, its.serial
+        if its.options is not None:
+            self.compile_stages(**its.options)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
@@ -658,6 +692,8 @@ class Pipeline(nn.Module):
             for engine in found.engines():
                 engine.watch.use_current_modules()
             found.make_replicas().tell()
+        if self._begun.common.options is not None:
+            found.compile_stages(**self._begun.common.options)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

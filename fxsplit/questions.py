@@ -19,6 +19,7 @@ from .proof.plan import in_micro_batches, verify_sizes
 from .proof.structure import RULES, verify_structure
 from .report.tables import stage_table
 from .runtime.engine import Engine, over
+from .runtime.torch_compile import as_written
 from .trace.without_values import all_on_meta, without_values
 
 
@@ -31,6 +32,7 @@ def verify(every: Iterable[Engine], now: Engine, example: Example) -> str:
     Raises:
         VerifyError: names the rule or the first number that differs.
     """
+    every = list(every)
     model, compiled, inputs = now.model, now.compiled, example.for_model(now.model)
     for engine in every:
         engine.watch.use_current_modules()
@@ -38,6 +40,7 @@ def verify(every: Iterable[Engine], now: Engine, example: Example) -> str:
     lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
     # Backward in this thread, which has the lock: autograd's own for a device would wait for it.
     with (
+        as_written([stage.module for engine in every for stage in engine.compiled.stages]),
         torch.autograd.set_multithreading_enabled(False),
         torch.set_grad_enabled(compiled.traced.assumptions.grad),
     ):

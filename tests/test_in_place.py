@@ -161,7 +161,7 @@ def test_a_call_of_the_model_from_inside_of_a_call_is_refused(kind):
 
 
 def test_a_pipeline_that_has_generated_is_freed_at_once():
-    model, pipe = made(micro_batches=2)
+    _, pipe = made(micro_batches=2)
     pipe.generate(IDS)
     seen = weakref.ref(pipe)
     gc.disable()

@@ -24,7 +24,18 @@ def transfer(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`; differentiable, strides kept, no copy where nothing crosses."""
     if isinstance(value, fx.Proxy):
         return value.tracer.create_proxy("call_function", transfer, (value, device), {})
+    return _transfer(value, device)
+
+
+def _transfer(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: _moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def hide_from_torch_compile() -> None:
+    """Transfers stay Python's, in stages that are compiled: streams, and what this thread is told, are not to be traced."""
+    global _transfer
+    if not getattr(_transfer, "_torchdynamo_disable", False):  # torch 2.9 to 2.15
+        _transfer = torch.compiler.disable(_transfer)  # type: ignore[no-untyped-call]
 
 
 def guard(holds: Any, line: str) -> None:

@@ -71,7 +71,7 @@ class Circumstances:
         checkpoint: which micro-batches are recomputed.
         inside: entered by each worker.
         intra_op: threads of each worker inside of an operation; None to share the caller's out.
-        serial: play everything in the calling thread (the oracle of the tests).
+        serial: play everything in the calling thread.
         hooks: called after every action.
         norms: keeps the statistics of batch normalisation, where its update is put off.
         drawing: stages that may draw random numbers.
@@ -80,6 +80,7 @@ class Circumstances:
         watched: stages whose modules are looked at, because replicas run at the same time.
         anomaly: ``"nan"`` or ``"inf"``: what to look for in values and gradients.
         rows: of a micro-batch's inputs, for messages; None where there is no batch.
+        compiled: whether the stages are, by `torch.compile`.
         asked: whether to compare what forward asked of values when it was captured.
     """
 
@@ -96,6 +97,7 @@ class Circumstances:
     watched: frozenset[int] = frozenset()
     anomaly: str | None = None
     rows: Callable[[Sequence[torch.Tensor]], int | None] = lambda inputs: None
+    compiled: bool = False
     asked: bool = False
 
 

@@ -86,6 +86,11 @@ class Crew:
         workers = [max(len(s.row), meets.get(s.index, 1)) for s in self._program.stages]
         return self._plan.schedule_for(len(workers), micro_batches, workers)
 
+    @property
+    def tapes(self) -> list[Tape]:
+        """Those that were made so far; that of the example was when the program was."""
+        return list(self._tapes.values())
+
     def tape_for(self, micro_batches: int, meets: Mapping[int, int]) -> Tape:
         """Its tape, proven; made once."""
         key = micro_batches, frozenset(meets.items())

@@ -33,6 +33,7 @@ from .guarded import Guarded, buffers_as_before
 from .inputs import Inputs
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, takes_step
+from .torch_compile import check_can_be_compiled, compile_modules, is_compiled
 from .watch import Watch
 
 
@@ -46,6 +47,7 @@ class Common:
         left: threads that still wait for a copy that has failed.
         said: what was compared of losses whose reduction the user says.
         serial: play everything in the calling thread (the oracle of the tests).
+        options: of `torch.compile`, where it compiles the stages.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class Common:
         self.left: list[threading.Thread] = []
         self.said = Said()
         self.serial = False
+        self.options: Mapping[str, Any] | None = None
 
 
 class Batch:
@@ -88,6 +91,15 @@ class Engine:
         self._homes = homes if any(homes) else []  # where the device map sends outputs
         # How the outputs merge that are not the same in all calls.
         self._varying = [m for m, v in zip(compiled.merges, visible, strict=False) if isinstance(v, str)]
+
+    def compile_stages(self, options: Mapping[str, Any]) -> None:
+        """Let `torch.compile` compile the stages.
+
+        Raises:
+            PlanError: they cannot be.
+        """
+        check_can_be_compiled(self.compiled, self.crew.tapes, options)
+        compile_modules([stage.module for stage in self.compiled.stages], options)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -195,11 +207,15 @@ class Engine:
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
         tape = crew.tape_for(count, meets)
+        compiled = is_compiled(stage.module for stage in self.compiled.stages)
+        if compiled:
+            check_can_be_compiled(self.compiled, [tape])
+        serial = common.serial or (compiled and self.watch.may_compile_anew(chunks, grad=grad))
         how = Circumstances(
             grad=grad,
             checkpoint=self._checkpoint,
             inside=functools.partial(computing_for, common.lock),
-            serial=common.serial,
+            serial=serial,
             intra_op=plan.threads,
             hooks=tuple(common.hooks.values()),
             norms=crew.norms(meets, replicas),
@@ -208,6 +224,7 @@ class Engine:
             shared=shared,
             watched=watched,
             anomaly=plan.detect_anomaly,
+            compiled=compiled,
             asked=asked,
             rows=self.compiled.dims.batch_size,
         )

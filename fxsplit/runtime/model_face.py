@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from ..compat import not_compiled
 from ..errors import NoAttributeError
 
 # Methods that call the model, whatever arguments it then has: they are called with the pipeline in its place.
@@ -68,6 +69,7 @@ class _SaysWhatItTakes:
         self.function, self.__doc__ = function, function.__doc__
 
     def __get__(self, pipe: nn.Module | None, owner: type) -> Any:
+        not_compiled(__package__.partition(".")[0])  # torch.compile(pipe) comes by here before it calls
         return self.function if pipe is None else Described(self.function, pipe)
 
 

@@ -17,7 +17,7 @@ from .call import Call
 from .events import announced
 from .instructions import PLAYS
 from .unsaid import unchanged
-from .worker import play, play_serially
+from .worker import play, play_serially, threads_of_each, using
 
 
 def forward(call: Call) -> list[list[Any]]:
@@ -85,7 +85,10 @@ def _play(call: Call, tape: Tape) -> None:
     # A backward of a stage stays in its worker. Autograd's thread for the device may be the one that waits here.
     with call.lanes.fenced(), torch.autograd.set_multithreading_enabled(False):
         if call.serial and not tape.meets:
-            play_serially(tape, play_one)
+            # What is compiled is compiled for the threads that the workers of later calls will use.
+            share = threads_of_each(call.tape, call.how.intra_op)
+            with using(share) if call.how.compiled and len(call.chunks) > 1 else contextlib.nullcontext():
+                play_serially(tape, play_one)
         else:
             play(tape, play_one, call.how.intra_op, call if tape.meets else None, call.how.inside)
 

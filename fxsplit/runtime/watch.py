@@ -234,6 +234,7 @@ class Watch:
             str, Any
         ] = {}  # FQN → what the stages read, a parameter or what stands there for one
         self._halved: frozenset[int] | None = None
+        self._compiled: set[Key] = set()
         self._written: list[tuple[nn.Module | None, tuple[dict[str, Any], str]]] = []
         self._by_norms = _written_by_owners(traced)
         self.asked = Asked(traced, program)
@@ -258,7 +259,7 @@ class Watch:
         read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
         self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
         self._check_values()
-        self._halved = None
+        self._halved, self._compiled = None, set()
         self._written = [self._place_of(name) for name in self._program.written()]
         self._fingerprint = Fingerprint(self._model, self._assumed)
 
@@ -295,6 +296,16 @@ class Watch:
             stages = self._program.stages
             self._halved = frozenset(s.index for s in stages if can_be_halved(s.module))
         return self._halved
+
+    def may_compile_anew(self, chunks: Sequence[Sequence[torch.Tensor]], *, grad: bool) -> bool:
+        """Whether `torch.compile` has not seen micro-batches like these yet; it has from now on.
+
+        It compiles in one thread at a time (in two, AOTAutograd of torch 2.9 fails now and then).
+        """
+        kinds = {tuple((x.shape, x.dtype, x.device, x.requires_grad) for x in chunk) for chunk in chunks}
+        new = {(grad, self._model.training, *kind) for kind in kinds} - self._compiled
+        self._compiled |= new
+        return bool(new)
 
     def circumstances(self, inputs: Sequence[torch.Tensor]) -> Key | None:
         """A key of the circumstances of a call if there was none in them yet, and forward asked what they decide."""

@@ -12,7 +12,7 @@ import contextvars
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -74,6 +74,22 @@ def play(
         _Players(tape, act, intra_op, meetings, inside).run()
 
 
+def threads_of_each(tape: Tape, intra_op: int | None) -> int:
+    """How many threads a worker uses inside of an operation: what the plan says, or the caller's, shared out."""
+    return intra_op or max(1, torch.get_num_threads() // sum(map(bool, tape.workers)))
+
+
+@contextlib.contextmanager
+def using(threads: int) -> Iterator[None]:
+    """Operations of this thread use so many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def play_serially(tape: Tape, act: Act) -> None:
     """Play everything in the calling thread."""
     for instruction in tape.order:
@@ -107,7 +123,7 @@ class _Players:
         self.interrupted = False
         self.broken: list[int] = []  # ended early, and nobody had told them to
         self.callers = torch.get_num_threads()
-        self.share = intra_op or max(1, self.callers // len(workers))
+        self.share = threads_of_each(tape, intra_op)
         self.state = thread_state()
         # A daemon: one that is gone without having said so must not hold up the interpreter's exit.
         self.threads = [

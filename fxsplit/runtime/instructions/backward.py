@@ -63,7 +63,11 @@ def backward(call: Call, instruction: Instruction) -> None:
         first, early, late = input_half(roots, seeds, list(wanted.values()), list(weights.values()))
         found = [*first, *early]
     elif roots and every:
-        draws = stage.rng_state and call.seed is not None and stage.index in call.how.drawing
+        draws = (
+            (stage.rng_state or call.how.compiled)
+            and call.seed is not None
+            and stage.index in call.how.drawing
+        )
         with random_numbers(call, stage, i) if draws else contextlib.nullcontext():
             found = torch.autograd.grad(roots, every, seeds, retain_graph=call.keep_graph, allow_unused=True)
     by_leaf: Found = dict(zip((*wanted, *weights), found, strict=True))

@@ -25,6 +25,7 @@ from ...replicas.replicas import Replica
 from ...schedules.tape import Instruction
 from ..anomaly import run_watched
 from ..call import Call, Record
+from ..torch_compile import called
 from ..unsaid import as_said
 from ..wiring import Role
 
@@ -51,7 +52,8 @@ def forward(call: Call, instruction: Instruction) -> None:
 def random_numbers(call: Call, stage: Stage, i: int) -> contextlib.AbstractContextManager[object]:
     """Those of one micro-batch, in a call that draws."""
     assert call.seed is not None
-    if stage.rng_state:  # a checkpoint of the user's saves and restores the default generator's own state
+    # A checkpoint of the user's saves and restores the default generator's own state; compiled code draws from it.
+    if stage.rng_state or call.how.compiled:
         call.seed.use()
         return seeded(call.seed.of(i, stage.index), stage.device)
     return Stream(functools.partial(call.seed.of, i, stage.index), drawn=call.seed.use)
@@ -85,7 +87,7 @@ def _computed(
                     call.lanes.move,
                     recompute=call.how.checkpoint.recomputes(i),
                     again=None if norming is None else norming.again,
-                    own_numbers=len(call.chunks) == 1 or stage.rng_state,
+                    own_numbers=len(call.chunks) == 1 or stage.rng_state or call.how.compiled,
                 )
             )
         if norming is not None:
@@ -96,7 +98,7 @@ def _computed(
             if replica.buffers:
                 around.enter_context(call.written.carried(stage, i))
         if how.anomaly is None and not how.asked:
-            return replica.module(*inputs.values()), crossings
+            return called(replica.module, inputs.values()), crossings
         return run_watched(replica.module, inputs.values(), how.anomaly, asked=how.asked), crossings
 
 
