@@ -97,7 +97,7 @@ def compile(
     able = (
         contextlib.nullcontext((example_args, kwargs)) if empty else _able_to_run(model, example_args, kwargs)
     )
-    with TRACING, torch.inference_mode(False), torch.enable_grad(), able as given:
+    with TRACING, _ordinary_mode(), able as given:
         shown = without_values(given) if empty else given
         with all_on_meta(model) if empty else contextlib.nullcontext():
             traced = trace(
@@ -125,27 +125,37 @@ def compile(
 
 
 @contextlib.contextmanager
+def _ordinary_mode() -> Iterator[None]:
+    # Backward in this thread: autograd's own for a device may be waiting for a pipeline that is compiled again.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _able_to_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
     """A model whose parameters are on several devices, as a pipeline leaves them, is brought to the example's device.
 
-    So is the rest of the example: a cache is where its layers are. Unless the model runs as it is: some move their values
-    themselves. After an error its parameters are where they were.
+    So is the rest of the example: a cache is where its layers are. Of a model on one device the example is brought there.
+    Unless the model runs as it is: some move their values themselves. After an error its parameters are where they were.
     """
     homes = (
         {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
     )
     example = [leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    if len(homes) < 2 or not example or _runs(model, args, kwargs):
+    if not homes or not example or len(homes.union(example)) == 1 or _runs(model, args, kwargs):
         yield args, kwargs
         return
-    with gathered(model, example[0]):
+    there = example[0] if len(homes) > 1 else next(iter(homes))
+    with gathered(model, there):
         yield tree_map(
             lambda x: (
-                x.detach().to(example[0]).requires_grad_(x.requires_grad)
-                if isinstance(x, torch.Tensor)
-                else x
+                x.detach().to(there).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
             ),
             (args, kwargs),
         )
@@ -209,6 +219,7 @@ def _compiled(
     check_attributes(model, traced, program)
     verify_structure(model, traced, program)
     check_replicas(model, plan, program)
+    _check_offload(plan, program)
     _warn(model, plan, merging)
     return Compiled(plan, traced, assignment, program, dims, Merges(merging.merges))
 
@@ -262,12 +273,7 @@ def preview(
     """
     plan, kwargs = _arguments(plan, example_args, example_kwargs)
     empty, given = has_no_values(model), (example_args, kwargs)
-    with (
-        TRACING,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        all_on_meta(model) if empty else contextlib.nullcontext(),
-    ):
+    with TRACING, _ordinary_mode(), all_on_meta(model) if empty else contextlib.nullcontext():
         if empty:
             given = without_values(given)
         traced = trace(
@@ -404,6 +410,19 @@ def _check_threads(plan: Plan, program: Program) -> None:
                     "find another state there than in the caller's thread",
                     remedy="an attribute of the module in its place, or micro_batches=1",
                 )
+
+
+def _check_offload(plan: Plan, program: Program) -> None:
+    """Refuse weights that are to be fetched, and have nowhere to go.
+
+    Raises:
+        PlanError: every stage is on the CPU.
+    """
+    if plan.offload and not any(stage.offloaded for stage in program.stages):
+        raise PlanError(
+            "offload=True keeps parameters on the CPU until their stage computes, and every stage is on the CPU",
+            remedy='devices="cuda:0", or leave out offload=',
+        )
 
 
 def _merging(

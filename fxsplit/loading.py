@@ -206,6 +206,7 @@ def _compiled(
         _forecast(data["forecast"]),
         (device_map := _device_map(data["device_map"])),
         output_homes(model, traced, device_map),
+        plan.offload,
     )
     if isinstance(plan.replicas, int) and any(n != plan.replicas for n in assignment.replicas):
         raise ValueError(f"the plan has {plan.replicas} replicas, its stages {assignment.replicas}")

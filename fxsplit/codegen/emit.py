@@ -69,6 +69,7 @@ def generate(
             modules=modules,
             header=_header(model, part, assignment, devices, made_by, modules, parameters),
             row=tuple(rows[part.index]),
+            offloaded=assignment.offload and devices[part.index].type != "cpu",
         )
         stages.append(stage)
     inputs = tuple(n.name for n in traced.graph.nodes if n.op == "placeholder")
@@ -275,7 +276,9 @@ def _header(
     share = assignment.loads[part.index] / total if total else 1 / len(assignment.loads)
     span = first if first == last else f"{first} … {last}"
     others = list(dict.fromkeys(str(d) for d in assignment.rows[part.index] if d != devices[part.index]))
-    where = f"{devices[part.index]} (replicas on {', '.join(others)})" if others else devices[part.index]
+    where = f"{devices[part.index]} (replicas on {', '.join(others)})" if others else str(devices[part.index])
+    if assignment.offload and devices[part.index].type != "cpu" and parameters:
+        where += " (weights on cpu, fetched)"
     return (
         f"# stage {part.index} of {len(assignment.loads)} · {where} · {span} · "
         f"{nbytes / 1e6:.3f} MB parameters · {share:.0%} of {assignment.cost}\n"

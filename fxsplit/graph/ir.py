@@ -259,6 +259,7 @@ class Assignment:
         forecast: what the plan comes to, by the figures it was made of.
         device_map: module path → device (or device and output device), where that says this placement; else why not.
         homes: output of the model that the map sends to another device than that of its stage → that device.
+        offload: whether parameters stay on the CPU, as `Plan.offload` says.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -270,6 +271,7 @@ class Assignment:
     forecast: Forecast
     device_map: Mapping[str, Any] | str = "it has not been written down"
     homes: Mapping[str, torch.device] = field(default_factory=dict)
+    offload: bool = False
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -309,6 +311,7 @@ class Stage:
         rng_state: whether it asks for the state of that generator, to put it back later: a checkpoint of the user's.
         modules: first and last module path of its nodes, for people.
         header: the comment above its code.
+        offloaded: whether its parameters are on the CPU, and on `device` only while it computes.
     """
 
     index: int
@@ -327,6 +330,12 @@ class Stage:
     modules: tuple[str, str] = ("", "")
     header: str = ""
     row: tuple[torch.device, ...] = ()
+    offloaded: bool = False
+
+    @property
+    def home(self) -> torch.device:
+        """Where its parameters are between calls."""
+        return torch.device("cpu") if self.offloaded else self.device
 
     @property
     def stateful(self) -> bool:

@@ -41,9 +41,9 @@ def place(model: nn.Module, program: Program) -> None:
                         functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
                     )
         for holder, kind, key in tensors_of(model, stage):
-            table = getattr(holder, kind)
-            if _is_elsewhere(table[key], stage.device):
-                moved.append(_mover(table, key, stage.device))
+            table, home = getattr(holder, kind), home_of(stage, kind)
+            if _is_elsewhere(table[key], home):
+                moved.append(_mover(table, key, home))
         for attributes, key, tensor in _attributes_of(model, stage):
             if _is_elsewhere(tensor, stage.device):
                 moved.append(functools.partial(attributes.__setitem__, key, tensor.to(stage.device)))
@@ -143,6 +143,11 @@ def tensors_of(model: nn.Module, stage: Stage) -> Iterator[tuple[nn.Module, str,
                     tensor = table.get(key)
                     if tensor is not None and names.get(id(tensor), "") in ("", *stage.parameters):
                         yield holder, kind, key
+
+
+def home_of(stage: Stage, kind: str) -> torch.device:
+    """Where the tensors of a table are between calls."""
+    return stage.home if kind == "_parameters" else stage.device
 
 
 def _attributes_of(model: nn.Module, stage: Stage) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

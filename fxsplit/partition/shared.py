@@ -53,7 +53,7 @@ def partition_with_homes(
         check_fits(model, ordered, assignment, plan.max_memory)
     device_map = _as_map(model, traced, ordered, assignment, plan)
     homes = output_homes(model, ordered, device_map)
-    return ordered, replace(assignment, device_map=device_map, homes=homes)
+    return ordered, replace(assignment, device_map=device_map, homes=homes, offload=plan.offload)
 
 
 def _as_map(

@@ -71,6 +71,10 @@ class Plan:
             With a word as `device_map` these are the devices, in this order; ``"cpu"`` without an index comes last
             and holds only what the others cannot. Without it a word takes all accelerators of the machine with
             their free memory, or ``"cpu"`` where there is none.
+        offload: whether parameters stay in the CPU's memory, and with them gradients and the states of optimizers, and are
+            on the device of their stage only while it computes: from its first micro-batch to its last. Those of the next
+            stage are fetched meanwhile. With one micro-batch, or ``schedule="breadth_first", workers=1``, a device holds
+            the weights of two stages at a time.
         no_split_module_classes: modules that a word does not spread over devices: names of classes, or classes.
 
     How to run:
@@ -125,6 +129,7 @@ class Plan:
     effort: str = "normal"
     devices: DeviceLike | Sequence[DeviceLike | Sequence[DeviceLike]] | None = None
     max_memory: Mapping[Any, Any] | None = None
+    offload: bool = False
     no_split_module_classes: str | type[nn.Module] | Sequence[Any] | None = None
     micro_batches: int = None  # type: ignore[assignment]  # a number once the plan is made
     schedule: str | Schedule = "gpipe"
@@ -165,6 +170,7 @@ class Plan:
         self._check_batch_norm()
         if self.detect_anomaly is not None:
             self._check_choice("detect_anomaly", ANOMALIES)
+        self._check_offload()
         if self.max_memory is not None:
             self._set("max_memory", memory_limits_of(self.max_memory))
         if self.no_split_module_classes is not None:
@@ -225,6 +231,21 @@ class Plan:
                 else "keep device_map= alone, it names the devices",
             )
         self._set("device_map", device_map_of(self.device_map))
+
+    def _check_offload(self) -> None:
+        if not isinstance(self.offload, bool):
+            raise PlanError(f"offload={self.offload!r} is not True or False", remedy="offload=True")
+        others = {
+            "max_memory": self.max_memory is not None,
+            "replicas": self.replicas != 1,
+            "sync_batch_norm": self.sync_batch_norm,
+            "deferred_batch_norm": self.deferred_batch_norm,
+        }
+        for name in (name for name, is_set in others.items() if self.offload and is_set):
+            raise PlanError(
+                f"offload=True keeps parameters on the CPU, and {name}={getattr(self, name)!r} wants them on their devices",
+                remedy=f"leave out {name}=, or offload=",
+            )
 
     def _check_no_split(self) -> None:
         given = self.no_split_module_classes

@@ -31,7 +31,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _STEPS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _steps_of(tensor: torch.Tensor) -> int:
+def steps_of(tensor: torch.Tensor) -> int:
+    """How many steps optimizers have taken with a parameter since it was first asked for."""
     if tensor not in _STEPS:
         _STEPS[tensor] = 0
     return int(_STEPS[tensor])
@@ -107,6 +108,10 @@ class Tree:
         known = self._copies.get(id(tensor))
         return tensor if known is None else known.tensor
 
+    def stands_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What else than a copy that follows it stands for a parameter here."""
+        return None
+
     def is_current(self) -> bool:
         """Whether the model has the modules that it had."""
         return all(
@@ -135,7 +140,13 @@ class Tree:
         with torch.inference_mode(False), torch.no_grad():
             for (_, kind, key), holder in self._apart.items():
                 tensor, table = getattr(holder, kind)[key], getattr(self.counterpart(holder), kind)
-                if tensor is not None:
+                if (
+                    tensor is not None
+                    and kind == "_parameters"
+                    and (shown := self.stands_for(tensor)) is not None
+                ):
+                    table[key] = shown
+                elif tensor is not None:
                     if id(tensor) not in now:
                         now[id(tensor)] = self._followed(tensor, anyway=id(tensor) in every)
                     table[key] = now[id(tensor)].tensor
@@ -155,7 +166,7 @@ class Tree:
 
     def _followed(self, tensor: torch.Tensor, *, anyway: bool) -> _Copy:
         known = self._copies.get(id(tensor))
-        seen = (tensor._version, _steps_of(tensor), tensor.shape, tensor.dtype)
+        seen = (tensor._version, steps_of(tensor), tensor.shape, tensor.dtype)
         if known is not None and known.original is tensor and known.seen[2:] == seen[2:]:
             if known.seen != seen or storage_key(known.memory) != storage_key(tensor):
                 known.tensor.copy_(tensor)  # a backward that still needs the old values says so

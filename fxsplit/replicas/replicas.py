@@ -15,6 +15,7 @@ from ..graph.place import tensors_of
 from ..modules.callbacks import ReplicationContext, callbacks_of
 from .copies import Tree
 from .meet import copied_modules, owners_of
+from .offload import Offload, Offloaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +25,14 @@ class Replica:
     Attributes:
         leaves: FQN → what autograd sees here in place of a parameter, where that is a copy.
         buffers: FQN → the buffers that the stage writes, where its replicas do not share them.
+        offloaded: its parameters, where they are on the CPU.
     """
 
     module: fx.GraphModule
     device: torch.device
     leaves: Mapping[str, torch.Tensor] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    offloaded: Offloaded | None = None
 
 
 def plain_replicas(program: Program) -> dict[int, Sequence[Replica]]:
@@ -41,7 +44,8 @@ class Company:
     """What the pipelines of one model, that of train() and that of eval(), have in common: its copies.
 
     Attributes:
-        trees: number, device, and whether that is another device than the parameters' → the modules of such a replica.
+        trees: number, device, and whether that is another device than the parameters' → the modules of such a replica; of
+            number -1 those of all stages there, whose parameters are on the CPU.
         generation: how often the copies have been given up.
     """
 
@@ -78,7 +82,7 @@ class Replicas:
         self._inside = {id(m) for owned in self._owners.values() for o in owned.values() for m in o.modules()}
         for stage in program.stages:
             for number, device in enumerate(stage.row):
-                if self._owners[stage.index] or device != stage.device:
+                if self._owners[stage.index] or device != stage.home:
                     self._make(stage, number, device)
         # Where no replica has anything of its own, they are the same in every call.
         self._same = {s.index: [Replica(s.module, device) for device in s.row] for s in program.stages}
@@ -86,8 +90,11 @@ class Replicas:
 
     def _make(self, stage: Stage, number: int, device: torch.device) -> None:
         apart = device != stage.device
-        tree = self._tree(number, device, apart)
+        tree = self._offload(device) if stage.offloaded else self._tree(number, device, apart)
         for holder, kind, key in tensors_of(self._model, stage):
+            if stage.offloaded and kind == "_parameters":
+                tree.put_apart(holder, kind, key)
+                continue
             # Buffers of a module that wants to be told are the master's; another copy writes to buffers of its own.
             its_own = kind == "_buffers" and number > 0 and id(holder) in self._inside
             if apart or its_own:
@@ -102,6 +109,12 @@ class Replicas:
         if key not in trees:
             among = None if apart else copied_modules(self._model)
             trees[key] = Tree(self._model, device, among)
+        return trees[key]
+
+    def _offload(self, device: torch.device) -> Tree:
+        trees, key = self._company.trees, (-1, device, True)
+        if key not in trees:
+            trees[key] = Offload(self._model, device)
         return trees[key]
 
     def refresh(self) -> None:
@@ -172,7 +185,13 @@ class Replicas:
                 and tree.copy_of(parameters[fqn]) is not parameters[fqn]
             },
             self._travelling(stage, tree),
+            self._offloaded(stage, tree),
         )
+
+    def _offloaded(self, stage: Stage, tree: Tree | None) -> Offloaded | None:
+        if not isinstance(tree, Offload) or not stage.parameters:
+            return None
+        return Offloaded(tree, {fqn: resolve(self._model, fqn) for fqn in stage.parameters})
 
     def _travelling(self, stage: Stage, tree: Tree | None) -> dict[str, torch.Tensor]:
         if not stage.is_apart:

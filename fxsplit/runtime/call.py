@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..schedules.tape import Instruction, Tape
 from .blame import users_line
 from .device import lanes_of
 from .events import ActionHook
+from .fetching import Fetching
 from .travel import Travelling
 from .unsaid import Shared
 from .values import Values
@@ -140,6 +141,8 @@ class Call:
         self.loss: LossInside | None = None
         self.lanes = lanes_of([s.row for s in stages], tape.meets)
         self.written = Travelling(replicas, self.lanes)
+        away = {s: row[0].offloaded for s, row in replicas.items()}
+        self.fetching = Fetching({s: one for s, one in away.items() if one is not None}, self._read)
         self.turns: dict[int, threading.Lock] = {}
         if how.checkpoint.anything:
             self.turns = {s: threading.Lock() for s in wiring.writing if s not in tape.meets}
@@ -187,6 +190,10 @@ class Call:
         """Drop the gradients that the caller has taken."""
         self.values.forget_gradients()
         self.sums, self.sums_of_shared = {}, {}
+
+    def _read(self, stage: int, tensors: Iterator[torch.Tensor]) -> None:
+        if self.lanes.has_queues:
+            self.lanes.uses(stage, 0, tensors)
 
     # -- what instructions ask -----------------------------------------------------------------------------------
 

@@ -151,16 +151,20 @@ class Engine:
         batch: Batch,
         *,
         gather: bool,
-        replicas: Mapping[int, Sequence[Replica]] | None = None,
+        plain: bool = False,
     ) -> tuple[list[list[Any]], Sequence[torch.device]]:
-        """The flat outputs of the batch, or of each micro-batch; and the devices of the micro-batches."""
+        """The flat outputs of the batch, or of each micro-batch; and the devices of the micro-batches.
+
+        Args:
+            plain: every stage once, without its other replicas.
+        """
         inputs, common = batch.inputs, self.common
         with common.lock:
             self.watch.use_current_modules()
             parameters = self.watch.trainable()
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters.values()))
             new = self.watch.circumstances(inputs)
-            call = self._call(batch.chunks, parameters, grad=grad, replicas=replicas, asked=new is not None)
+            call = self._call(batch.chunks, parameters, grad=grad, plain=plain, asked=new is not None)
             # In a step, who takes it puts the buffers back.
             written = () if takes_step(common.lock) else self.watch.written()
             runner = Guarded(common.lock, written, call, self.compiled, batch.rows, gather)
@@ -180,13 +184,13 @@ class Engine:
         """Flat outputs for flat inputs, as one micro-batch."""
         self.inputs.check_flat(inputs)
         batch = Batch(inputs, [list(inputs)], [1])
-        flat, _ = self.run(batch, gather=True, replicas=plain_replicas(self.compiled.program))
+        flat, _ = self.run(batch, gather=True, plain=True)
         return flat[0]
 
     def run_in(self, rows: list[int], inputs: Sequence[torch.Tensor]) -> list[Any]:
         """The same in micro-batches of so many rows."""
         batch = Batch(inputs, self.compiled.dims.split(inputs, rows), rows)
-        flat, _ = self.run(batch, gather=True, replicas=plain_replicas(self.compiled.program))
+        flat, _ = self.run(batch, gather=True, plain=True)
         return flat[0]
 
     def _call(
@@ -195,13 +199,16 @@ class Engine:
         parameters: dict[str, nn.Parameter],
         *,
         grad: bool,
-        replicas: Mapping[int, Sequence[Replica]] | None = None,
+        plain: bool = False,
         asked: bool = False,
     ) -> Call:
         count, crew, common, plan = len(chunks), self.crew, self.common, self.compiled.plan
         meets = crew.meets(count)
         crew.check_can_meet(meets)
-        if replicas is None:
+        replicas: Mapping[int, Sequence[Replica]]
+        if plain and not any(s.offloaded for s in self.compiled.stages):
+            replicas = plain_replicas(self.compiled.program)
+        else:
             found = crew.replicas()
             found.tell()
             replicas = found.now(parameters)

@@ -118,11 +118,12 @@ class Inputs:
             ArgumentError: a parameter is not on the device of its stage.
         """
         for stage in self._program.stages:
-            homes = {torch.empty(0, device=d).device for d in (stage.row or (stage.device,))}
+            places = (stage.home,) if stage.offloaded else stage.row or (stage.device,)
+            homes = {torch.empty(0, device=d).device for d in places}
             for fqn, parameter in stage.named_parameters():
                 if parameter.device not in homes:
                     raise ArgumentError(
-                        f"{fqn} is on device {parameter.device}, and its stage on {stage.device}: the model was moved after "
+                        f"{fqn} is on device {parameter.device}, and its stage's are on {stage.home}: the model was moved after "
                         "it was compiled",
                         remedy="pipe.recompile(), which compiles it where it is now",
                     )

@@ -32,16 +32,17 @@ def step_inside(
         BatchError: the outputs are no rows of one batch, and so the loss is not that of one.
     """
     gradients = runner.step(loss)
-    check()
+    # Backward in this thread, here and below: autograd's own for a device may be waiting for the pipeline, in another one.
+    with torch.autograd.set_multithreading_enabled(False):
+        check()
     runner.check_rows(loss.rows())
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for tensor, gradient in (*zip(leaves, gradients, strict=True), *loss.sums()):
         if gradient is not None:
             known = found.get(id(tensor))
             found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
-    # Autograd adds them to .grad, and runs the hooks of parameters: in this thread, because its own for a device may be
-    # waiting for the pipeline, in another backward.
     with torch.autograd.set_multithreading_enabled(False):
+        # Autograd adds them to .grad, and runs the hooks of parameters.
         torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
 
 

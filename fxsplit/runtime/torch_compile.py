@@ -97,6 +97,7 @@ def check_can_be_compiled(
             "a stage has replicas",
             "replicas=1, and devices= with one a stage",
         ),
+        (any(s.offloaded for s in stages), "weights are fetched for each call", "offload=False"),
         (plan.sync_batch_norm, "sync_batch_norm lets layers wait for each other", "sync_batch_norm=False"),
         (plan.deferred_batch_norm, "deferred_batch_norm puts layers off", "deferred_batch_norm=False"),
         (plan.detect_anomaly, "detect_anomaly looks at each operation", "detect_anomaly=None"),

@@ -19,7 +19,7 @@ from ..compare import equal
 from ..compat import like, restore_rnn, storage_key
 from ..errors import WeightsError
 from ..graph.ir import Stage
-from ..graph.place import tensors_of
+from ..graph.place import home_of, tensors_of
 from ..plan.sizes import in_units
 from .computed import computed
 from .sources import Shape, Source
@@ -122,7 +122,7 @@ def _slots(model: nn.Module, stages: Sequence[Stage]) -> list[_Slot]:
     for stage in reversed(stages):
         for holder, kind, name in tensors_of(model, stage):
             slot = slots[id(getattr(holder, kind)[name])]
-            slot.home, slot.stage = torch.empty(0, device=stage.device).device, stage.index
+            slot.home, slot.stage = torch.empty(0, device=home_of(stage, kind)).device, stage.index
     return sorted(slots.values(), key=lambda slot: slot.stage)
 
 

@@ -1,6 +1,7 @@
 """Pipelines over several devices, against the same plan on a CPU: the same numbers, bit for bit."""
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -303,6 +304,40 @@ def test_two_threads_may_train_with_one_pipeline(schedule):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+@pytest.mark.parametrize("what", ["step", "recompile"])
+def test_a_backward_that_waits_holds_up_nobody(what):
+    """It waits for the pipeline in autograd's thread for a device; who has the pipeline goes backward without that."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    x = torch.randn(8, 4)
+    plan = fxsplit.Plan(stages=2, devices="sim:0", micro_batches=2, schedule="1f1b")
+    pipe = fxsplit.compile(layers, plan, example_args=(x,))
+    waiting = threading.Thread(target=loss_of(pipe(x)).backward, daemon=True)
+    compiler = pipe._compiler
+
+    def begin():
+        if waiting.ident is None:
+            waiting.start()
+            waiting.join(0.5)
+
+    def loss(output):
+        begin()
+        return loss_of(output)
+
+    def made(*args, **kwargs):
+        begin()
+        return compiler(*args, **kwargs)
+
+    pipe.compiled_by(made)
+    run = (
+        functools.partial(pipe.step, x, loss_fn=loss, reduction="mean") if what == "step" else pipe.recompile
+    )
+    having = threading.Thread(target=run, daemon=True)
+    having.start()
+    having.join(60)
+    waiting.join(60)
+    assert not having.is_alive() and not waiting.is_alive()
 
 
 class Scaled(nn.Module):

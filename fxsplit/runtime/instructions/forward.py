@@ -42,6 +42,7 @@ def forward(call: Call, instruction: Instruction) -> None:
             around.enter_context(random_numbers(call, stage, i))
         around.enter_context(torch.set_grad_enabled(call.how.grad))
         result, crossings = _computed(call, role, i, inputs)
+        result = call.fetching.own(stage.index, result)
         outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
         if call.how.grad:
             _keep(call, stage, i, (inputs, outputs), crossings)
