@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import PlanError
 from .ir import Assignment, Program, Stage, Traced
 from .nodes import plain_tensors, region_modules, resolve
+from .optimizers import moved
 
 
 def has_no_values(model: object) -> bool:
@@ -32,22 +33,22 @@ def place(model: nn.Module, program: Program) -> None:
     What is on ``meta`` has nothing to move. All copies are made before the first one is put in place: out of memory,
     nothing has changed.
     """
-    moved: list[Callable[[], None]] = []
+    puts: list[Callable[[], None]] = []
     for stage in program.stages:
         for module in (stage.module, *region_modules(stage.module)):
             for name, constant in module._buffers.items():
                 if name not in stage.paths and constant is not None and constant.device != stage.device:
-                    moved.append(
+                    puts.append(
                         functools.partial(module._buffers.__setitem__, name, constant.to(stage.device))
                     )
         for holder, kind, key in tensors_of(model, stage):
             table, home = getattr(holder, kind), home_of(stage, kind)
             if _is_elsewhere(table[key], home):
-                moved.append(_mover(table, key, home))
+                puts.append(_mover(table, key, home))
         for attributes, key, tensor in _attributes_of(model, stage):
             if _is_elsewhere(tensor, stage.device):
-                moved.append(functools.partial(attributes.__setitem__, key, tensor.to(stage.device)))
-    for put in moved:
+                puts.append(functools.partial(attributes.__setitem__, key, tensor.to(stage.device)))
+    for put in puts:
         put()
 
 
@@ -112,6 +113,7 @@ def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
     for number, tensor in found.items():
         if isinstance(tensor, nn.Parameter):
             _, _, tensor.data, tensor.grad = values[number]
+            moved(tensor)
     for table, key, tensor in before:
         if id(tensor) in found and not isinstance(tensor, nn.Parameter):
             table[key] = values[id(tensor)][2]
@@ -172,6 +174,7 @@ def _mover(table: dict[str, Any], key: str, device: torch.device) -> Callable[[]
         if isinstance(tensor, nn.Parameter):
             tensor.data = copy
             tensor.grad = grad
+            moved(tensor)
         else:
             table[key] = copy
 

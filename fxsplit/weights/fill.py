@@ -19,6 +19,7 @@ from ..compare import equal
 from ..compat import like, restore_rnn, storage_key
 from ..errors import WeightsError
 from ..graph.ir import Stage
+from ..graph.optimizers import replaced
 from ..graph.place import home_of, tensors_of
 from ..plan.sizes import in_units
 from .computed import computed
@@ -289,6 +290,7 @@ def _put(slot: _Slot, value: torch.Tensor) -> None:
             return
         value = like(old, value)
         value.__dict__.update(old.__dict__)
+        replaced(old)
     for module, kind, name in slot.places:
         getattr(module, kind)[name] = value
 
