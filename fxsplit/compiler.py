@@ -23,7 +23,7 @@ from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
 from .graph.ir import Assignment, Program, Traced
 from .graph.moved import Example
 from .graph.nodes import is_within, output_values
-from .graph.place import check_attributes, check_devices, gathered, has_no_values
+from .graph.place import check_attributes, check_devices, gathered, gathered_attributes, has_no_values
 from .graph.signature import Signature
 from .memory.regions import Runs, chosen_runs
 from .memory.simulated import with_simulated_memory
@@ -43,7 +43,8 @@ from .replicas.meet import check_replicas
 from .report.tables import stage_table
 from .runtime.unsaid import whole_modules
 from .trace.front import TRACING, trace
-from .trace.without_values import all_on_meta, as_on_cpu, with_some_values, without_values
+from .trace.spread import Together, is_spread
+from .trace.without_values import all_on_meta, as_on, as_on_cpu, with_some_values, without_values
 from .weights.sources import source_of
 
 
@@ -78,8 +79,7 @@ def compile(
             the example and on another batch size, before it is accepted; and of the split, on the example. Without
             it the model runs once in each mode, its graph once in each mode, and for micro-batches once more on
             the example and on a part of it. The structural proof is made in any case. Of a model on the ``meta`` device
-            there are no numbers to compare; with `weights`, and on one device, outputs are compared, and the rest by
-            `Pipeline.verify`.
+            there are no numbers to compare; with `weights` outputs are compared, and the rest by `Pipeline.verify`.
         weights: of a model on the ``meta`` device: what `Pipeline.load_weights` takes.
 
     Returns:
@@ -95,9 +95,11 @@ def compile(
     grad, empty = torch.is_grad_enabled(), has_no_values(model)
     source = None if weights is None else source_of(weights)
     able = (
-        contextlib.nullcontext((example_args, kwargs)) if empty else _able_to_run(model, example_args, kwargs)
+        contextlib.nullcontext(((example_args, kwargs), frozenset[torch.device]()))
+        if empty
+        else _able_to_run(model, example_args, kwargs)
     )
-    with TRACING, _ordinary_mode(), able as given:
+    with TRACING, _ordinary_mode(), able as (given, spread):
         shown = without_values(given) if empty else given
         with all_on_meta(model) if empty else contextlib.nullcontext():
             traced = trace(
@@ -109,12 +111,14 @@ def compile(
                 check=check and not empty,
                 grad=grad,
             )
+            if spread:
+                traced = as_on(model, traced, spread, _device_of(given))
             inputs = traced.signature.flatten(*shown)
             pipe = _pipeline(model, traced, plan, inputs, check)
         if empty:
             pipe.is_like(with_some_values(Signature.of_example(model.forward, *given).flatten(*given)))
         elif check:
-            _verify_split(pipe, inputs)
+            _verify_split(pipe, inputs, moves=bool(spread))
         pipe.settle()
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
     if source is not None:
@@ -138,27 +142,41 @@ def _ordinary_mode() -> Iterator[None]:
 @contextlib.contextmanager
 def _able_to_run(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Sequence[Any], Mapping[str, Any]]]:
-    """A model whose parameters are on several devices, as a pipeline leaves them, is brought to the example's device.
+) -> Iterator[tuple[tuple[Sequence[Any], Mapping[str, Any]], frozenset[torch.device]]]:
+    """What is given of the example, and the devices over which the model is spread: a pipeline leaves parameters on several.
 
-    So is the rest of the example: a cache is where its layers are. Of a model on one device the example is brought there.
-    Unless the model runs as it is: some move their values themselves. After an error its parameters are where they were.
+    Of a model on one device the example is brought there. One that is spread runs where it is, and what its operations read
+    is brought together; where that cannot be, its parameters are brought to the example's device, and after an error back.
+    Some models run as they are, because they move values themselves.
     """
     homes = (
         {t.device for t in (*model.parameters(), *model.buffers())} if isinstance(model, nn.Module) else set()
     )
     example = [leaf.device for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    nowhere = frozenset[torch.device]()
     if not homes or not example or len(homes.union(example)) == 1 or _runs(model, args, kwargs):
-        yield args, kwargs
+        yield (args, kwargs), nowhere
         return
     there = example[0] if len(homes) > 1 else next(iter(homes))
+    if len(homes) > 1:
+        with gathered_attributes(model, there), Together(model):
+            if _runs(model, args, kwargs):
+                yield (args, kwargs), frozenset(homes.union(example))
+                return
     with gathered(model, there):
-        yield tree_map(
-            lambda x: (
-                x.detach().to(there).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        yield (
+            tree_map(
+                lambda x: (
+                    x.detach().to(there).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+                ),
+                (args, kwargs),
             ),
-            (args, kwargs),
+            nowhere,
         )
+
+
+def _device_of(example: Any) -> torch.device:
+    return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
 
 def _runs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -349,16 +367,17 @@ def _placed_alike(other: Traced, program: Program) -> dict[str, str]:
     return placed
 
 
-def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
+def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor], *, moves: bool) -> None:
     """The numbers of the split on the example, and on the micro-batches that the plan makes of it.
 
-    Before the parameters have moved to several devices the split cannot run: its graph is run then.
+    Args:
+        moves: whether parameters are to be moved: before that the split cannot run, and its graph is run.
     """
     model, example = pipe.model, Example(pipe.model, inputs)
     for engine in pipe.engines():
         one = engine.compiled
         homes = {torch.empty(0, device=d).device for d in one.devices}
-        moves = len(homes) > 1 or bool({x.device for x in (*model.parameters(), *inputs)} - homes)
+        moves = moves or len(homes) > 1 or bool({x.device for x in (*model.parameters(), *inputs)} - homes)
         run = _run_of(one.traced) if moves else engine.run_whole
         with preserved(model), torch.set_grad_enabled(one.traced.assumptions.grad):
             if model.training not in one.traced.modes:
@@ -372,13 +391,12 @@ def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _verify_loaded(pipe: Pipeline) -> None:
-    """The outputs on the example, where the model itself can be run: it is not spread. Gradients would be its size."""
+    """The outputs on the example. Gradients would be as large as the model."""
     model = pipe.model
-    if len({t.device for t in (*model.parameters(), *model.buffers())}) > 1:
-        return
     for engine in pipe.engines():
         traced = engine.compiled.traced
-        with TRACING, preserved(model), torch.inference_mode(False), torch.no_grad():
+        together = Together(model) if is_spread(model) else contextlib.nullcontext()
+        with TRACING, together, preserved(model), torch.inference_mode(False), torch.no_grad():
             if traced.assumptions.asks_for_grad:
                 continue
             if model.training not in traced.modes:

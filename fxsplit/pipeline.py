@@ -17,14 +17,14 @@ from . import questions
 from .arguments import explained
 from .batch.dims import BatchDims
 from .batch.merge import Merge
-from .compat import set_frame_compiler, tree_leaves
+from .compat import set_frame_compiler
 from .compiled import Compiled
 from .cost.saved import Live
 from .errors import ArgumentError, BatchError, PlanError, SerializeError, StageIndexError
 from .graph.effects import has_hooks
 from .graph.ir import Assignment, Program, Stage, Traced
 from .graph.moved import Example, refuse_to_move
-from .graph.place import gathered, has_no_values, place
+from .graph.place import has_no_values, place
 from .loss.criterion import Criterion
 from .loss.losses import check_loss_fn
 from .loss.reductions import LossFn
@@ -565,9 +565,7 @@ class Pipeline(nn.Module):
                 example = [x.detach().to(home).requires_grad_(x.requires_grad) for x in example]
             if not (args or kwargs):
                 args, kwargs = self.traced.signature.unflatten(example)
-            with contextlib.nullcontext() if stays else gathered(self.model, _device_of((args, kwargs))):
-                made = self._compiler(self.model, self.plan, example_args=args, example_kwargs=kwargs)
-            self._become(made)
+            self._become(self._compiler(self.model, self.plan, example_args=args, example_kwargs=kwargs))
         return self
 
     @contextlib.contextmanager
@@ -701,10 +699,6 @@ class Pipeline(nn.Module):
             "a Pipeline is not pickled: it would run code when loaded",
             remedy="pipe.save_code(folder) and torch.save(pipe.state_dict(), path); then fxsplit.load(folder, model)",
         )
-
-
-def _device_of(example: Any) -> torch.device:
-    return next(leaf.device for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor))
 
 
 @explained(ArgumentError, "fxsplit.verify(pipe)")

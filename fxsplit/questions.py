@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from .proof.structure import RULES, verify_structure
 from .report.tables import stage_table
 from .runtime.engine import Engine, over
 from .runtime.torch_compile import as_written
+from .trace.spread import Together, is_spread
 from .trace.without_values import all_on_meta, without_values
 
 
@@ -43,8 +45,8 @@ def verify(every: Iterable[Engine], now: Engine, example: Example) -> str:
         as_written([stage.module for engine in every for stage in engine.compiled.stages]),
         torch.autograd.set_multithreading_enabled(False),
         torch.set_grad_enabled(compiled.traced.assumptions.grad),
+        _runnable(now, example) as (beside, traced),
     ):
-        beside, traced = _beside(now, example)
         verify_numerics(beside, traced, now.run_whole, inputs, of=model)
         lines.append("numbers: outputs, gradients, buffers and random state equal the model's on the example")
         if compiled.dims.batch_size(inputs) and compiled.plan.micro_batches > 1:
@@ -68,10 +70,9 @@ def verify_micro_batches(now: Engine, example: Example, inputs: Sequence[torch.T
     random = any(stage.random for stage in compiled.stages) and now.model.training
     if random or plan.deferred_batch_norm or plan.sync_batch_norm or now.crew.meets(len(rows)):
         return False
-    beside, traced = _beside(now, example)
-    whole = in_micro_batches(beside, traced, compiled.dims, compiled.merges, rows)
     # Without gradients: a loop goes backward with each micro-batch before the next one writes to buffers.
-    with torch.no_grad():
+    with _runnable(now, example) as (beside, traced), torch.no_grad():
+        whole = in_micro_batches(beside, traced, compiled.dims, compiled.merges, rows)
         verify_numerics(beside, traced, lambda values: now.run_in(rows, values), inputs, whole, of=now.model)
     return True
 
@@ -107,6 +108,16 @@ def _beside(engine: Engine, example: Example) -> tuple[nn.Module, Traced]:
     if model is engine.model:
         return model, engine.compiled.traced
     return model, _over(engine, model)
+
+
+@contextlib.contextmanager
+def _runnable(engine: Engine, example: Example) -> Iterator[tuple[nn.Module, Traced]]:
+    """The model and its graph, which can be run within: where they are if they are spread, else where the example is."""
+    if not is_spread(engine.model):
+        yield _beside(engine, example)
+        return
+    with Together(engine.model):
+        yield engine.model, engine.compiled.traced
 
 
 def _over(engine: Engine, model: nn.Module) -> Traced:

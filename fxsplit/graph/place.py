@@ -97,6 +97,27 @@ def check_attributes(model: nn.Module, traced: Traced, program: Program) -> None
 
 
 @contextlib.contextmanager
+def gathered_attributes(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Tensors that are plain attributes on one device, as the graph takes them to be; after an error as before."""
+    tables = [vars(m) for m in model.modules()]
+    before = [
+        (table, key, value)
+        for table in tables
+        for key, value in table.items()
+        if isinstance(value, torch.Tensor) and _is_elsewhere(value, device)
+    ]
+    copies = [value.to(device) for _, _, value in before]
+    for (table, key, _), copy in zip(before, copies, strict=True):
+        table[key] = copy
+    try:
+        yield
+    except BaseException:
+        for table, key, value in before:
+            table[key] = value
+        raise
+
+
+@contextlib.contextmanager
 def gathered(model: nn.Module, device: torch.device) -> Iterator[None]:
     """All parameters, buffers and tensor attributes on one device, where a model that was spread can be run.
 

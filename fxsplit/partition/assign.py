@@ -49,7 +49,9 @@ def partition(
     units = find_units(traced)
     said = _said(model, traced, plan, units)
     count = len(said.starts) + 1 if said is not None else plan.stages or 1
-    devices = said.devices if said is not None and said.devices else _stage_devices(model, plan, count)
+    devices = (
+        said.devices if said is not None and said.devices else _stage_devices(model, traced, plan, count)
+    )
     _check_lengths(plan, count)
     if said is None and count > len(units):
         raise PartitionError(
@@ -274,11 +276,12 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
     )
 
 
-def _stage_devices(model: nn.Module, plan: Plan, count: int) -> list[torch.device]:
+def _stage_devices(model: nn.Module, traced: Traced, plan: Plan, count: int) -> list[torch.device]:
     if isinstance(plan.devices, tuple):
         # one for each stage, or those that are shared out
         return [torch.device(d[0] if isinstance(d, tuple) else d) for d in plan.devices]
     if plan.devices is not None:
         return [torch.device(plan.devices)] * count  # type: ignore[arg-type]
-    home = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    homes = {t.device for t in (*model.parameters(), *model.buffers())}
+    home = next(iter(homes), torch.device("cpu")) if len(homes) < 2 else traced.signature.arguments[0].device
     return [torch.device("cpu") if home.type == "meta" else home] * count  # weights come there

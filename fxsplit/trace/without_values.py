@@ -7,7 +7,7 @@ model on meta, example       capture, cut: sizes, no values       the graph, for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,18 +114,32 @@ def with_some_values(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def as_on_cpu(model: nn.Module, traced: Traced) -> Traced:
-    """The same graph, as if the example had been on the CPU: constants, what is known of values, devices in the code."""
+    """The same graph, as if the example had been on the CPU, and had no values."""
     other = None if traced.other_mode is None else as_on_cpu(model, traced.other_mode)
+    found = as_on(model, replace(traced, other_mode=None), frozenset([META]), CPU)
+    return replace(found, other_mode=other, valued=False)
+
+
+def as_on(model: nn.Module, traced: Traced, devices: Container[torch.device], home: torch.device) -> Traced:
+    """The same graph, as if what was on `devices` had been on one: arguments, what is known of values, devices in the code."""
+    other = None if traced.other_mode is None else as_on(model, traced.other_mode, devices, home)
+
+    def moved(value: Any) -> Any:
+        return home if isinstance(value, torch.device) and value in devices else value
+
+    def spec_of(leaf: Any) -> Any:
+        return replace(leaf, device=moved(leaf.device)) if isinstance(leaf, TensorSpec) else leaf
+
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
-        values[node].args = fx.node.map_aggregate(values[node].args, _moved)
-        values[node].kwargs = fx.node.map_aggregate(values[node].kwargs, _moved)
+        values[node].args = fx.node.map_aggregate(values[node].args, moved)
+        values[node].kwargs = fx.node.map_aggregate(values[node].kwargs, moved)
     constants = traced.constants
     objects = {fqn: constants[fqn] if fqn in constants else resolve(model, fqn) for fqn in traced.names}
-    arguments = tuple(replace(a, device=_moved(a.device)) for a in traced.signature.arguments)
-    facts = {name: replace(fact, value=tree_map(_spec, fact.value)) for name, fact in traced.facts.items()}
+    arguments = tuple(replace(a, device=moved(a.device)) for a in traced.signature.arguments)
+    facts = {name: replace(fact, value=tree_map(spec_of, fact.value)) for name, fact in traced.facts.items()}
     return replace(
         traced,
         graph=graph,
@@ -133,13 +147,4 @@ def as_on_cpu(model: nn.Module, traced: Traced) -> Traced:
         signature=replace(traced.signature, arguments=arguments),
         facts=facts,
         other_mode=other,
-        valued=False,
     )
-
-
-def _moved(value: Any) -> Any:
-    return CPU if isinstance(value, torch.device) and value == META else value
-
-
-def _spec(leaf: Any) -> Any:
-    return replace(leaf, device=_moved(leaf.device)) if isinstance(leaf, TensorSpec) else leaf

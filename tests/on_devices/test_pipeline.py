@@ -374,6 +374,60 @@ def test_a_model_that_is_spread_is_compiled_again():
     assert torch.equal(twin.recompile()(x).cpu(), twin.unsplit().cpu()(x).cpu())
 
 
+class Wide(nn.Module):
+    """A tie, a residual, a recurrent layer, statistics, an attribute, sizes and devices that forward asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.rnn = (
+            nn.Embedding(9, 4),
+            nn.BatchNorm1d(4, affine=False),
+            nn.GRU(4, 4, batch_first=True),
+        )
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def forward(self, ids, keep=None):
+        x = self.embed(ids)
+        x = x + torch.arange(x.shape[1], device=x.device)[None, :, None] * self.scale
+        y, _ = self.rnn(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        y = y + self.attend(y, x, x, need_weights=False)[0]
+        y[:, 0] = x[:, 0]
+        return torch.nn.functional.linear(y if keep is None else y * keep, self.embed.weight)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_spread_model_is_compiled_where_it_is(monkeypatch, mode):
+    """No device holds all of it in between; the numbers are compared all the same."""
+    torch.manual_seed(0)
+    model, ids = Wide().train(mode), torch.randint(0, 9, (6, 3))
+    eager = copy.deepcopy(model)
+    cuts = {"embed": "sim:0", "norm": "sim:1", "rnn": "sim:1", "attend": "sim:2", "": "sim:0"}
+    fxsplit.compile(model, fxsplit.Plan(device_map=cuts), example_args=(ids,))
+    homes = {t.device for t in model.parameters()}
+    monkeypatch.setattr(fxsplit.compiler, "gathered", None)
+    for plan, kwargs in (
+        (fxsplit.Plan(device_map={**cuts, "rnn": "sim:3"}), {}),
+        (fxsplit.Plan(stages=3, devices=["sim:3", "cpu", "sim:0"]), {"keep": torch.rand(6, 3, 4)}),
+        (fxsplit.Plan(stages=2, devices="sim:2"), {}),
+    ):
+        pipe = fxsplit.compile(model, plan, example_args=(ids,), example_kwargs=kwargs)
+        found, wanted = pipe(ids, **kwargs), eager(ids, **kwargs)
+        torch.testing.assert_close(found.cpu(), wanted)
+        for m, y in ((model, found), (eager, wanted)):
+            m.zero_grad()
+            y.square().sum().backward()
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-4, atol=1e-5)
+        for a, b in zip(model.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(a.cpu(), b)
+        with monkeypatch.context() as patch:
+            if len({t.device for t in model.parameters()}) > 1:
+                patch.setattr(fxsplit.questions, "_beside", None)  # nor a copy
+            assert "numbers:" in pipe.verify()
+    assert len(homes) == 3 and {t.device for t in model.parameters()} == {torch.device("sim:2")}
+
+
 def test_a_recompile_that_fails_leaves_everything_where_it_is():
     model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(4, 4)
     pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, devices=["sim:0", "sim:1"]), example_args=(x,))

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
-from tests.weights.test_weights import Rotary, Tied, X, on_meta, written
+from tests.weights.test_weights import Looks, Rotary, Tied, X, on_meta, written
 
 
 def devices_of(model):
@@ -100,3 +100,10 @@ def test_a_saved_plan_with_replicas_takes_weights_later(tmp_path):
     for other in (copy.deepcopy(pipe), fxsplit.load(tmp_path / "code", on_meta(Tied).eval())):
         other.load_weights(model.state_dict())
         torch.testing.assert_close(other(X).cpu(), model(X))
+
+
+def test_outputs_are_compared_on_several_devices():
+    x = torch.randn(4, 4)
+    plan = Plan(device_map={"a": "sim:0", "b": "sim:1", "": "sim:0"})
+    with pytest.raises(errors.VerifyError, match="another output 0 than the model: off by 1"):
+        fxsplit.compile(on_meta(Looks), plan, example_args=(x,), weights=Looks().state_dict())
