@@ -627,7 +627,7 @@ def test_generate_runs_the_stages_and_gives_the_model_s_tokens(hf, name, how):
     torch.manual_seed(3)
     assert torch.equal(pipe.generate(ids, **given), wanted)
     kinds = len(pipe._others)
-    assert 2 <= kinds <= 4  # prefill, decode
+    assert 1 <= kinds <= 3  # prefill, decode, beside the example's
     with pipe.in_place() as inside:
         torch.manual_seed(3)
         assert inside is model and torch.equal(model.generate(ids, **given), wanted)
