@@ -29,7 +29,8 @@ def is_spread(model: nn.Module) -> bool:
 class Together(TorchFunctionMode):
     """What an operation reads is brought to one device: that of the first tensor of the model's own, else of the last.
 
-    What is written stays where it is, and the rest is brought there. Gradients go back by autograd.
+    What is written stays where it is, and the rest is brought there; what is written all the same is brought back.
+    Gradients go back by autograd.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,19 +51,34 @@ class Together(TorchFunctionMode):
             return func(*args, **given)
         home = self._home(name, tensors, given)
 
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
         def brought(leaf: Any) -> Any:
             elsewhere = isinstance(leaf, torch.Tensor) and leaf.device != home
-            return leaf.to(home) if elsewhere and (leaf.dim() or leaf.device.type != "cpu") else leaf
+            if not elsewhere or not (leaf.dim() or leaf.device.type != "cpu"):
+                return leaf
+            if id(leaf) not in moved:
+                copy = leaf.to(home)
+                moved[id(leaf)] = leaf, copy, _version(copy)
+            return moved[id(leaf)][1]
 
         args, given = tree_map(brought, (tuple(args), given))
-        return func(*args, **given)
+        result = func(*args, **given)
+        written = {id(copy): (old, copy) for old, copy, before in moved.values() if _version(copy) != before}
+        for original, copy in written.values():
+            original.copy_(copy)
+        return tree_map(lambda leaf: written[id(leaf)][0] if id(leaf) in written else leaf, result)
 
     def _home(self, name: str, tensors: Sequence[torch.Tensor], given: Mapping[str, Any]) -> torch.device:
         if isinstance(given.get("out"), torch.Tensor):
             return given["out"].device  # type: ignore[no-any-return]
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
             return tensors[0].device
         return next((t.device for t in tensors if id(t) in self._own), tensors[-1].device)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_autograds(func: Any) -> bool:
