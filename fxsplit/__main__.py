@@ -38,6 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="fxsplit", description="Split an unchanged PyTorch model into stages."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
+    _add_plan(commands)
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "plan":
+            _plan(options)
+        else:
+            _demo(options)
+    except (FxsplitError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo", help="split a small GPT, print its stages, train it beside its unsplit twin"
     )
@@ -52,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--batch", type=int, default=16, help="rows of 64 characters in a step (default: 16)")
     demo.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default: 6)")
     demo.add_argument("--seconds", type=_seconds, default=8.0, help="how long to train (default: 8)")
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="print how a model would be cut, without generating or moving anything",
@@ -82,16 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--meta", action="store_true", help="make the model on the meta device: it needs no memory"
     )
     plan.add_argument("--save", help="write the plan to this JSON file")
-    options = parser.parse_args(arguments)
-    try:
-        if options.command == "plan":
-            _plan(options)
-        else:
-            _demo(options)
-    except (FxsplitError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _demo(options: argparse.Namespace) -> None:

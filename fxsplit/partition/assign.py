@@ -53,19 +53,10 @@ def partition(
         said.devices if said is not None and said.devices else _stage_devices(model, traced, plan, count)
     )
     _check_lengths(plan, count)
-    if said is None and count > len(units):
-        raise PartitionError(
-            f"stages={count}, but the graph has only {len(units)} unit{'s' if len(units) != 1 else ''} that can be cut apart",
-            remedy=f"stages={len(units)} or fewer",
-        )
+    if said is None:
+        _check_count(count, units)
     names = [str(d) for d in devices]
-    every = dict.fromkeys(d for stage, name in enumerate(names) for d in plan.row_of(stage) or (name,))
-    odd = [d for d in plan.max_memory or () if d not in every] if plan.device_map is None else []
-    if odd:
-        raise PlanError(
-            f"max_memory= limits {odd[0]}, but the plan's devices are {', '.join(every)}",
-            remedy="name devices of the plan, as they are written there",
-        )
+    _check_limits(plan, names)
     figures = weigh_nodes(model, traced, plan, units, inputs)
     problem = build_problem(model, traced, plan, figures, names, room)
     if said is None:
@@ -87,23 +78,22 @@ def partition(
     counted = any(any(work.values()) for work in figures.works)
     moving = travels(problem, cut)
     found = stage_figures(problem, cut, moving)
-    forecast = Forecast(
-        plan.weighing.unit if counted else "nodes",
-        lower_bound(problem),
-        _stage_forecasts(figures, cut, stages, found, room),
-        int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
-        predicted_bubble(traced, plan, stages, rows, found, moving),
-        how,
-        advice,
-    )
     return traced, Assignment(
-        stages,
-        tuple(row[0] for row in rows),
-        tuple(f.load for f in found),
-        plan.weighing.name if counted else "nodes",
-        {name: work for name, work in figures.works[0].items() if work or name not in reads},
-        rows,
-        forecast,
+        stages=stages,
+        devices=tuple(row[0] for row in rows),
+        loads=tuple(f.load for f in found),
+        cost=plan.weighing.name if counted else "nodes",
+        costs={name: work for name, work in figures.works[0].items() if work or name not in reads},
+        rows=rows,
+        forecast=Forecast(
+            unit=plan.weighing.unit if counted else "nodes",
+            bound=lower_bound(problem),
+            stages=_stage_forecasts(figures, cut, stages, found, room),
+            cut_bytes=int(sum(len(readers) * nbytes for _, readers, nbytes in moving)),
+            bubble=predicted_bubble(traced, plan, stages, rows, found, moving),
+            how=how,
+            advice=advice,
+        ),
     )
 
 
@@ -167,6 +157,24 @@ def _rows(plan: Plan, cut: Cut, devices: Sequence[torch.device]) -> tuple[tuple[
         tuple(torch.device(d) for d in plan.row_of(stage) or (device,) * counts[stage])
         for stage, device in enumerate(devices)
     )
+
+
+def _check_count(count: int, units: Sequence[Unit]) -> None:
+    if count > len(units):
+        raise PartitionError(
+            f"stages={count}, but the graph has only {len(units)} unit{'s' if len(units) != 1 else ''} that can be cut apart",
+            remedy=f"stages={len(units)} or fewer",
+        )
+
+
+def _check_limits(plan: Plan, names: Sequence[str]) -> None:
+    every = dict.fromkeys(d for stage, name in enumerate(names) for d in plan.row_of(stage) or (name,))
+    odd = [d for d in plan.max_memory or () if d not in every] if plan.device_map is None else []
+    if odd:
+        raise PlanError(
+            f"max_memory= limits {odd[0]}, but the plan's devices are {', '.join(every)}",
+            remedy="name devices of the plan, as they are written there",
+        )
 
 
 def _check_lengths(plan: Plan, count: int) -> None:

@@ -46,20 +46,8 @@ def in_both_modes(
     if len(set(own)) > 1:
         settings.append([own[0]] * len(own))
     while True:
-        known = len(request.kept)
-        found = []
-        for setting in settings:
-            with preserved(model):
-                for module, mode in zip(model.modules(), setting, strict=True):
-                    module.training = mode
-                try:
-                    found.append(front_end(request))
-                    if len(request.kept) > known:
-                        break
-                except (TraceError, ArgumentError):
-                    if setting[0] == own[0]:
-                        raise
-        if len(request.kept) > known:
+        found = _each(front_end, request, settings)
+        if found is None:
             if give_up(request):
                 return []
             continue  # again from the start, so that names do not depend on what was tried
@@ -70,17 +58,7 @@ def in_both_modes(
         if structure(first.graph) == structure(other.graph) == structure(same.graph):
             _ask_alike(*(list(graph.nodes) for graph in (first.graph, other.graph, same.graph)))
             return [(both, (True, False))]
-        with preserved(model):  # the same mode again: what differs now is not the mode's doing
-            again = front_end(request)
-        if structure(again.graph) != structure(first.graph):
-            parted = [p for p in _parted(first, again) if p not in request.kept]
-            if not parted:
-                raise TraceError(
-                    f"{type(model).__name__}.forward takes another path from one call to the next",
-                    where=_first_line(first.graph),
-                    remedy="move what keeps state in Python into a submodule (it is then kept whole)",
-                )
-            request.kept.update((path, "it takes another path from one call to the next") for path in parted)
+        if not _is_repeatable(front_end, request, first):
             continue
         train, evaluated = (same, other) if own[0] else (other, same)
         try:
@@ -95,6 +73,44 @@ def in_both_modes(
             continue
         _ask_alike(*asking)
         return [(replace(both, constants={**first.constants, **readers}), (True, False))]
+
+
+def _each(front_end: FrontEnd, request: Request, settings: Sequence[Sequence[bool]]) -> list[Capture] | None:
+    """A capture for each setting of the flags in which the example can be run; None once more is kept whole."""
+    known, found, model = len(request.kept), list[Capture](), request.model
+    for setting in settings:
+        with preserved(model):
+            for module, mode in zip(model.modules(), setting, strict=True):
+                module.training = mode
+            try:
+                found.append(front_end(request))
+            except (TraceError, ArgumentError):
+                if setting[0] == settings[0][0]:
+                    raise
+        if len(request.kept) > known:
+            return None
+    return found
+
+
+def _is_repeatable(front_end: FrontEnd, request: Request, first: Capture) -> bool:
+    """Whether the same mode gives the same path again; otherwise `request.kept` gains the modules that part.
+
+    Raises:
+        TraceError: it is the model itself.
+    """
+    with preserved(request.model):
+        again = front_end(request)
+    if structure(again.graph) == structure(first.graph):
+        return True
+    parted = [p for p in _parted(first, again) if p not in request.kept]
+    if not parted:
+        raise TraceError(
+            f"{type(request.model).__name__}.forward takes another path from one call to the next",
+            where=_first_line(first.graph),
+            remedy="move what keeps state in Python into a submodule (it is then kept whole)",
+        )
+    request.kept.update((path, "it takes another path from one call to the next") for path in parted)
+    return False
 
 
 def _ask_alike(*graphs: Sequence[fx.Node]) -> None:

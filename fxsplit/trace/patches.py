@@ -59,6 +59,7 @@ def patched(tracer: Tracer) -> Iterator[None]:
     missing = object()
     patches = [
         *_calls(tracer),
+        *_conversions(tracer),
         *_contexts(tracer),
         *_refusals(tracer),
         *_questions(tracer),
@@ -107,6 +108,21 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
     def write_mode(module: nn.Module, mode: bool) -> None:
         module.__dict__["training"] = mode
 
+    yield nn.Module, "__call__", module_call
+    yield nn.Module, "training", property(read_mode, write_mode)
+    yield torch.autograd.Function, "apply", classmethod(apply)
+    if tracer.says_compiling:
+        is_compiling = torch.compiler.is_compiling
+
+        def says_compiling() -> bool:
+            # What torch's own modules leave out when they are compiled, they do otherwise by the values of tensors.
+            by_torch = sys._getframe(1).f_code.co_filename.startswith(_MODULES)
+            return is_compiling() or (tracer.is_tracing() and not by_torch)
+
+        yield torch.compiler, "is_compiling", says_compiling
+
+
+def _conversions(tracer: Tracer) -> Iterator[Patch]:
     convert = torch.Tensor.type
 
     def as_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
@@ -126,18 +142,6 @@ def _calls(tracer: Tracer) -> Iterator[Patch]:
         return tensor.to(named.device, named.dtype, non_blocking=non_blocking)
 
     yield torch.Tensor, "type", as_type
-    yield nn.Module, "__call__", module_call
-    yield nn.Module, "training", property(read_mode, write_mode)
-    yield torch.autograd.Function, "apply", classmethod(apply)
-    if tracer.says_compiling:
-        is_compiling = torch.compiler.is_compiling
-
-        def says_compiling() -> bool:
-            # What torch's own modules leave out when they are compiled, they do otherwise by the values of tensors.
-            by_torch = sys._getframe(1).f_code.co_filename.startswith(_MODULES)
-            return is_compiling() or (tracer.is_tracing() and not by_torch)
-
-        yield torch.compiler, "is_compiling", says_compiling
 
 
 def _contexts(tracer: Tracer) -> Iterator[Patch]:
