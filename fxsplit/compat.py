@@ -71,14 +71,14 @@ def set_frame_compiler(compiler: Any) -> Any:
 
 
 @functools.cache
-def _skip(package: str) -> None:
-    importlib.import_module(f"{DYNAMO}.trace_rules").add(package)
+def _skip() -> None:
+    importlib.import_module(f"{DYNAMO}.trace_rules").add(__package__)
 
 
-def not_compiled(package: str) -> None:
-    """`torch.compile` leaves the functions of a package as they are, and looks at those that they call."""
+def not_compiled() -> None:
+    """`torch.compile` leaves fxsplit's own functions as they are, and looks at those that they call."""
     if DYNAMO in sys.modules:
-        _skip(package)  # torch 2.9 to 2.15
+        _skip()  # torch 2.9 to 2.15
 
 
 DYNAMO = "torch._dynamo"  # torch 2.10 to 2.15: by the first operation under a dispatch mode of torch's own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,8 +141,8 @@ class Call:
         self.loss: LossInside | None = None
         self.lanes = lanes_of([s.row for s in stages], tape.meets)
         self.written = Travelling(replicas, self.lanes)
-        away = {s: row[0].offloaded for s, row in replicas.items()}
-        self.fetching = Fetching({s: one for s, one in away.items() if one is not None}, self._read)
+        away = {s: row[0].offloaded for s, row in replicas.items() if row[0].offloaded is not None}
+        self.fetching = Fetching(away, self.lanes) if away else None
         self.turns: dict[int, threading.Lock] = {}
         if how.checkpoint.anything:
             self.turns = {s: threading.Lock() for s in wiring.writing if s not in tape.meets}
@@ -190,10 +190,6 @@ class Call:
         """Drop the gradients that the caller has taken."""
         self.values.forget_gradients()
         self.sums, self.sums_of_shared = {}, {}
-
-    def _read(self, stage: int, tensors: Iterator[torch.Tensor]) -> None:
-        if self.lanes.has_queues:
-            self.lanes.uses(stage, 0, tensors)
 
     # -- what instructions ask -----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from .guarded import Guarded, buffers_as_before
 from .inputs import Inputs
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, takes_step
-from .torch_compile import check_can_be_compiled, compile_modules, is_compiled
+from .torch_compile import check_can_be_compiled, compile_modules, is_put_aside
 from .watch import Watch
 
 
@@ -214,7 +214,7 @@ class Engine:
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
         tape = crew.tape_for(count, meets)
-        compiled = is_compiled(stage.module for stage in self.compiled.stages)
+        compiled = common.options is not None or is_put_aside()
         if compiled:
             check_can_be_compiled(self.compiled, [tape])
         serial = common.serial or (compiled and self.watch.may_compile_anew(chunks, grad=grad))

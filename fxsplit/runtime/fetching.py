@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ import torch
 from ..compat import storage_key, tree_map
 from ..replicas.offload import Offloaded
 from ..schedules.tape import Instruction, Tape
-
-Uses = Callable[[int, Iterator[torch.Tensor]], None]
+from .device import Lanes
 
 
 class Fetching:
@@ -28,11 +27,11 @@ class Fetching:
 
     Args:
         stages: those whose parameters are on the CPU.
-        uses: told, before memory is given back, that a stage has read it.
+        lanes: told, before memory is given back, that a stage has read it.
     """
 
-    def __init__(self, stages: Mapping[int, Offloaded], uses: Uses) -> None:
-        self._stages, self._uses = stages, uses
+    def __init__(self, stages: Mapping[int, Offloaded], lanes: Lanes) -> None:
+        self._stages, self._lanes = stages, lanes
         self._versions = {s: one.versions() for s, one in stages.items()}
         self._left: Counter[tuple[int, bool]] = Counter()
         self._coming: dict[int, _Fetch] = {}
@@ -100,8 +99,9 @@ class Fetching:
     def _leave(self, stage: int) -> None:
         with self._lock:
             fetch = self._coming.pop(stage, None)
-        if fetch is not None and fetch.came():
-            self._uses(stage, self._stages[stage].tensors())
+        if fetch is not None and fetch.ended():
+            if self._lanes.has_queues:
+                self._lanes.uses(stage, 0, self._stages[stage].tensors())
             self._stages[stage].leave()
 
 
@@ -110,6 +110,7 @@ class _Fetch:
 
     def __init__(self, offloaded: Offloaded) -> None:
         self._error: BaseException | None = None
+        self._came = False
         self._thread = threading.Thread(
             target=self._run, args=(offloaded,), name="fxsplit fetch", daemon=True
         )
@@ -118,13 +119,15 @@ class _Fetch:
     def _run(self, offloaded: Offloaded) -> None:
         try:
             offloaded.fetch()
+            self._came = True
         except BaseException as error:
             self._error = error
 
-    def came(self) -> bool:
-        """Whether they are there, once the copying has ended."""
+    def ended(self) -> bool:
+        """Whether they are there, once the copying has ended. Why not is forgotten: it would hold itself by its traceback."""
         self._thread.join()
-        return self._error is None
+        self._error = None
+        return self._came
 
     def wait(self) -> None:
         """Until they are there.
@@ -132,6 +135,6 @@ class _Fetch:
         Raises:
             BaseException: what the copying raised: the device has no room, say.
         """
-        if not self.came():
-            assert self._error is not None
+        self._thread.join()
+        if self._error is not None:
             raise self._error

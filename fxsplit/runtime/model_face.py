@@ -69,7 +69,7 @@ class _SaysWhatItTakes:
         self.function, self.__doc__ = function, function.__doc__
 
     def __get__(self, pipe: nn.Module | None, owner: type) -> Any:
-        not_compiled(__package__.partition(".")[0])  # torch.compile(pipe) comes by here before it calls
+        not_compiled()  # torch.compile(pipe) comes by here before it calls
         return self.function if pipe is None else Described(self.function, pipe)
 
 

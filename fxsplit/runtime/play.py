@@ -83,7 +83,8 @@ def _play(call: Call, tape: Tape) -> None:
             raise
 
     # A backward of a stage stays in its worker. Autograd's thread for the device may be the one that waits here.
-    with call.lanes.fenced(), call.fetching.playing(tape), torch.autograd.set_multithreading_enabled(False):
+    fetching = call.fetching.playing(tape) if call.fetching is not None else contextlib.nullcontext()
+    with call.lanes.fenced(), fetching, torch.autograd.set_multithreading_enabled(False):
         if call.serial and not tape.meets:
             # What is compiled is compiled for the threads that the workers of later calls will use.
             share = threads_of_each(call.tape, call.how.intra_op)
@@ -95,6 +96,10 @@ def _play(call: Call, tape: Tape) -> None:
 
 def act(call: Call, instruction: Instruction) -> None:
     """Replicas of a stage that writes to its buffers take turns: one may be computing the other's forward again."""
-    turn = call.turns.get(instruction.stage) if call.turns and instruction.kind != "loss" else None
-    with turn or contextlib.nullcontext(), call.fetching.around(instruction):
+    if instruction.kind == "loss" or not (call.turns or call.fetching):
+        PLAYS[instruction.kind](call, instruction)
+        return
+    turn = call.turns.get(instruction.stage, contextlib.nullcontext())
+    fetched = call.fetching.around(instruction) if call.fetching is not None else contextlib.nullcontext()
+    with turn, fetched:
         PLAYS[instruction.kind](call, instruction)

@@ -36,9 +36,9 @@ def put_aside(compiler: Any) -> Iterator[None]:
         _COMPILER.reset(token)
 
 
-def is_compiled(stages: Iterable[nn.Module]) -> bool:
-    """Whether the stages of a call are compiled, by either way."""
-    return _COMPILER.get() is not None or any(vars(stage).get(_NAME) is not None for stage in stages)
+def is_put_aside() -> bool:
+    """Whether there is something that compiles stages."""
+    return _COMPILER.get() is not None
 
 
 def called(stage: nn.Module, inputs: Iterable[Any]) -> Any:

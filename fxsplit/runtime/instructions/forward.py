@@ -42,7 +42,8 @@ def forward(call: Call, instruction: Instruction) -> None:
             around.enter_context(random_numbers(call, stage, i))
         around.enter_context(torch.set_grad_enabled(call.how.grad))
         result, crossings = _computed(call, role, i, inputs)
-        result = call.fetching.own(stage.index, result)
+        if call.fetching is not None:
+            result = call.fetching.own(stage.index, result)
         outputs = dict(zip(stage.outputs, (result,) if len(stage.outputs) == 1 else result, strict=True))
         if call.how.grad:
             _keep(call, stage, i, (inputs, outputs), crossings)
@@ -99,7 +100,9 @@ def _computed(
             if replica.buffers:
                 around.enter_context(call.written.carried(stage, i))
         if how.anomaly is None and not how.asked:
-            return called(replica.module, inputs.values()), crossings
+            if how.compiled:
+                return called(replica.module, inputs.values()), crossings
+            return replica.module(*inputs.values()), crossings
         return run_watched(replica.module, inputs.values(), how.anomaly, asked=how.asked), crossings
 
 
