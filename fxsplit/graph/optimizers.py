@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..compat import tree_map
 from ..errors import ArgumentError
 
 _MOVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → how many had been moved then
@@ -67,5 +68,5 @@ def _follow(state: dict[str, Any], group: dict[str, Any], device: torch.device) 
     """As `Optimizer.load_state_dict` places states: the count of steps is on the device only where a kernel reads it."""
     counts_there = bool(group.get("capturable") or group.get("fused"))
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.device != device and (key != "step" or counts_there):
-            state[key] = value.to(device)
+        if key != "step" or counts_there:
+            state[key] = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, value)

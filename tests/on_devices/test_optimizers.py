@@ -59,6 +59,25 @@ def test_states_follow(kind, offload):
         torch.testing.assert_close(a.cpu(), b)
 
 
+def test_states_in_lists_follow():
+    model = blocks()
+    eager = copy.deepcopy(model)
+    losses = []
+    for m in (model, eager):
+        optimizer = torch.optim.LBFGS(m.parameters(), max_iter=3)
+
+        def closure(run, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(run(INPUT))
+            loss.backward()
+            return loss
+
+        optimizer.step(lambda m=m, closure=closure: closure(m))
+        run = fxsplit.compile(m, Plan(stages=2, devices="sim:0"), example_args=(INPUT,)) if m is model else m
+        losses.append(optimizer.step(lambda run=run, closure=closure: closure(run)).detach().cpu())
+    torch.testing.assert_close(*losses)
+
+
 def test_an_optimizer_of_parameters_without_values_says_so():
     empty = on_meta(Tied).eval()
     optimizer = torch.optim.SGD(empty.parameters(), lr=0.1)
