@@ -26,10 +26,14 @@ def is_spread(model: nn.Module) -> bool:
     return len({t.device for t in (*model.parameters(), *model.buffers())}) > 1
 
 
-class Together(TorchFunctionMode):
-    """What an operation reads is brought to one device: that of the first tensor of the model's own, else of the last.
+# What gives a view of its first tensor, and reads of others but their shape or where to look.
+_VIEWS = frozenset(["view_as", "reshape_as", "expand_as", "__getitem__"])
 
-    What is written stays where it is, and the rest is brought there; what is written all the same is brought back.
+
+class Together(TorchFunctionMode):
+    """What an operation reads is brought to one device: that of the first tensor of the model's own, else of the first.
+
+    What is written or looked into stays where it is, and the rest is brought there; what is written all the same is brought back.
     Gradients go back by autograd.
     """
 
@@ -72,9 +76,10 @@ class Together(TorchFunctionMode):
     def _home(self, name: str, tensors: Sequence[torch.Tensor], given: Mapping[str, Any]) -> torch.device:
         if isinstance(given.get("out"), torch.Tensor):
             return given["out"].device  # type: ignore[no-any-return]
-        if name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__")):
+        writes = name.startswith(("__i", "__setitem__")) or (name.endswith("_") and not name.endswith("__"))
+        if writes or name in _VIEWS:
             return tensors[0].device
-        return next((t.device for t in tensors if id(t) in self._own), tensors[-1].device)
+        return next((t.device for t in tensors if id(t) in self._own), tensors[0].device)
 
 
 def _version(tensor: torch.Tensor) -> int:

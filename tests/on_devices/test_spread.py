@@ -31,6 +31,9 @@ def iadd(h, y):
         lambda h, y: h.masked_fill_(y > 0, 3.0),
         lambda h, y: torch._foreach_add_([h], [y]),
         lambda h, y: torch.addcmul(y, y, y, out=h),
+        lambda h, y: h.view(12).view_as(y).add_(1),
+        lambda h, y: h.view(12).reshape_as(y).mul_(2),
+        lambda h, y: h[(y[:, 0] > 9).nonzero().sum()].add_(1),
     ],
 )
 def test_writes_are_seen_by_views(write):
