@@ -102,6 +102,8 @@ def seen(value: Any, known: Mapping[int, str], inside: tuple[int, ...] = ()) -> 
         return Seen("tensor", "", (), value if inside else None)
     if id(value) in known:
         return Seen("module" if isinstance(value, nn.Module) else "object", known[id(value)])
+    if isinstance(value, types.ModuleType):
+        return Seen("object", value.__name__)  # of Python: what is in it is everybody's
     if id(value) in inside:
         return Seen("cycle", str(len(inside) - inside.index(id(value))))
     if len(inside) > _DEEP:
@@ -187,7 +189,7 @@ def changeable(value: Any, found: dict[int, Any] | None = None) -> dict[int, Any
     found = {} if found is None else found
     if (
         type(value) in _PLAIN
-        or isinstance(value, (*_TORCH, torch.Tensor, type, enum.Enum))
+        or isinstance(value, (*_TORCH, torch.Tensor, type, enum.Enum, types.ModuleType))
         or id(value) in found
     ):
         return found

@@ -670,3 +670,26 @@ def test_what_a_module_that_a_tracer_keeps_whole_reads_is_no_assumption():
     model.config.scale = 1.0
     with pytest.raises(AssumptionError, match="scale"):
         pipe(X, i)
+
+
+def test_modules_of_python_are_looked_at_by_name():
+    """A forward that closes over one, as after an import in a function, and attributes that are some."""
+    import math as numbers
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.numbers, self.some = nn.Linear(4, 4), numbers, [numbers, torch]
+
+        def forward(self, x):
+            y = numbers.sqrt(2) * self.lin(x)
+            return y.relu() if self.training else self.some[1].tanh(y) * self.numbers.pi
+
+    model, x = Net(), torch.randn(4, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=1), example_args=(x,))
+    for mode in (True, False):
+        model.train(mode)
+        assert torch.equal(pipe(x), model(x))
+    model.numbers = torch
+    with pytest.raises(fxsplit.errors.AssumptionError, match="numbers"):
+        pipe(x)
