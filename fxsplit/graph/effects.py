@@ -9,6 +9,7 @@ a proof that asked here would repeat what it is to find.)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,21 @@ def may_write(node: fx.Node) -> list[fx.Node]:
     if statistics or (name in ("embedding", "embedding_bag") and given.get("max_norm") is not None):
         found += [operand for operand in node.all_input_nodes if operand.op == "get_attr"]
     return found
+
+
+def statistics(module: fx.GraphModule) -> Iterator[list[str]]:
+    """Paths, taken apart, of the running statistics that normalisations in a graph over modules write."""
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            for path, inner in called.named_modules():
+                if isinstance(inner, nn.modules.batchnorm._NormBase):
+                    yield from (
+                        [str(node.target), *path.split("."), n] if path else [str(node.target), n]
+                        for n in inner._buffers
+                    )
+        elif any(word in name_of(node) for word in _STATISTICS):
+            yield from (str(operand.target).split(".") for operand in may_write(node))
 
 
 def _is(value: Any, number: float) -> bool:

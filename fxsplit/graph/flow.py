@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ..plan.checkpoint import Checkpoint
 from ..schedules.lower import Flow
-from .ir import Program
+from .effects import statistics
+from .ir import Program, Stage
+from .nodes import region_modules
 
 
 def flow_of(program: Program, checkpoint: Checkpoint) -> Flow:
@@ -28,7 +30,18 @@ def flow_of(program: Program, checkpoint: Checkpoint) -> Flow:
         outputs=frozenset(made_by[v] for v in program.outputs if isinstance(v, str)) - {-1},
         in_turn=writing | {s.index for s in program.stages if s.stateful},
         again_in_turn=writing if checkpoint.anything else frozenset(),
+        read_back=frozenset(s.index for s in program.stages if _may_read_back(s)),
     )
+
+
+def _may_read_back(stage: Stage) -> bool:
+    """Whether its backward may read what its forward writes; it never reads running statistics that forward wrote."""
+    written = {
+        ".".join([stage.paths[name], *rest])
+        for graph_module in (stage.module, *region_modules(stage.module))
+        for name, *rest in statistics(graph_module)
+    }
+    return stage.stateful or not written.issuperset(stage.writes)
 
 
 def parameter_chains(program: Program) -> dict[str, list[int]]:

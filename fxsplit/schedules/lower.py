@@ -32,6 +32,8 @@ class Flow:
         outputs: the stages that make what the loss is of.
         in_turn: stages that have to go forward with their micro-batches one after the other, in order.
         again_in_turn: and backward, because they go forward again then.
+        read_back: stages whose backward may read what their forward writes: replicas of them, which share it, never do
+            one while another does the other.
     """
 
     stages: int
@@ -40,6 +42,7 @@ class Flow:
     outputs: frozenset[int] = frozenset()
     in_turn: frozenset[int] = frozenset()
     again_in_turn: frozenset[int] = frozenset()
+    read_back: frozenset[int] = frozenset()
 
 
 def lower(
@@ -76,6 +79,7 @@ class _Lowering:
         self.number: dict[Action, int] = {}
         self.player: list[int] = []  # number → worker
         self.losses: dict[int, int] = {}  # micro-batch → number
+        self.directions: dict[tuple[int, bool], list[int]] = {}  # stage, whether forward → numbers
         self.rows: list[list[Instruction]] = [[] for _ in schedule.workers]
         self.arrived: dict[Action, int] = {}  # who waits for those that it meets → in which worker
         self.elsewhere: list[list[int]] = [
@@ -148,6 +152,10 @@ class _Lowering:
         if kind in ("backward", "inputs"):
             after |= {self.losses[i] for i in micro_batches if i in self.losses}
         number = len(self.made)
+        if stage in self.flow.read_back and stage not in self.meets and kind != "loss":
+            against = self.directions.get((stage, kind != "forward"), ())
+            after.update(n for n in against if self.player[n] != worker)
+            self.directions.setdefault((stage, kind == "forward"), []).append(number)
         made = Instruction(kind, stage, micro_batches, tuple(sorted(after)), beside, number)
         self.made.append(made)
         self.player.append(worker)

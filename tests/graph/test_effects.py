@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import sys
 import threading
 import time
 
@@ -841,6 +842,40 @@ def test_effects_are_eagers_or_an_error(made, policy, schedule, stages, parts, r
     assert_same(found, expected)
     if parts > 1 and draws:
         assert torch.equal(mine[0].weight.grad, reference[0].weight.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_replicas_do_not_write_what_the_backward_of_others_reads(schedule):
+    """Either always eager's numbers or always an error: what order it is in is not left to chance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), PlainAttribute())
+    reference, found = copy.deepcopy(model), set()
+    expected = trained(lambda m, piece: m(piece).sum().backward(), reference, X, 3)
+    pipe = fxsplit.compile(
+        model, Plan(cut=["2"], micro_batches=3, schedule=schedule, replicas=2), example_args=(X,)
+    )
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            model[2].n.zero_()
+            try:
+                now = trained(
+                    lambda m, piece: pipe.step(
+                        piece, loss_fn=lambda y, t: y.sum(), target=torch.zeros(len(piece)), reduction="sum"
+                    ),
+                    model,
+                    X,
+                    1,
+                )
+            except RuntimeError as error:
+                found.add(type(error))
+            else:
+                assert_same(now, expected)
+                found.add(None)
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == ({None} if schedule == "1f1b" else {RuntimeError})
 
 
 class InList(nn.Module):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxsplit
 from fxsplit.graph.flow import flow_of
@@ -38,6 +38,11 @@ MAKE = {
 }
 
 
+NORM = fx.Graph()
+NORM.output(NORM.call_module("norm", (NORM.placeholder("x"),)))
+NORM = fx.GraphModule({"norm": nn.BatchNorm1d(4)}, NORM)
+
+
 class Made:
     """What `flow_of` asks of a program: values, tied weights, outputs anywhere, aliases, buffers and other state."""
 
@@ -48,8 +53,12 @@ class Made:
             SimpleNamespace(
                 index=s,
                 parameters=tuple(w for w in weights if rng.random() < 0.5),
-                writes=("mean",) if rng.random() < 0.2 else (),
+                writes=(("mean",) if word < 0.1 else ("norm.running_mean",))
+                if (word := rng.random()) < 0.2
+                else (),
                 stateful=rng.random() < 0.1,
+                module=NORM,
+                paths={"norm": "norm"},
             )
             for s in range(count)
         ]
@@ -167,8 +176,15 @@ def check(program, schedule, meets, checkpoint, loss):
         return {Action(*n) if n[0] != "L" else n for n in found if n in played}
 
     order, follows = in_rows(tape, schedule, number)
-    mine = closure(played, lambda a: before(a) | order.get(a, set()))
     tapes = closure(range(len(tape.instructions)), lambda n: follows[n].union(tape.instructions[n].after))
+    for stage in program.stages:  # what backward may read is not written meanwhile: one, then the other
+        if (stage.stateful or "mean" in stage.writes) and stage.index not in meets:
+            mine_of = [a for a in played if a[0] != "L" and a[1] == stage.index]
+            for a, b in itertools.combinations(sorted(mine_of, key=number.get), 2):
+                if (a[0] == "F") != (b[0] == "F"):
+                    assert number[a] in tapes[number[b]], (a, b)
+                    order.setdefault(b, set()).add(a)
+    mine = closure(played, lambda a: before(a) | order.get(a, set()))
     for action in played:
         found = {a for n in tapes[number[action]] for a in names[n]}
         assert found == mine[action], (action, found ^ mine[action])
