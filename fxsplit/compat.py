@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -32,6 +32,7 @@ from .caches import Follows, is_cache, put_together, taken_apart
 
 TreeSpec = _pytree.TreeSpec
 OpOverload = torch._ops.OpOverload  # torch 2.13
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TorchDispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,6 +69,22 @@ def load_quietly(name: str) -> None:
 def set_frame_compiler(compiler: Any) -> Any:
     """What `torch.compile` compiles the frames of this thread by from now on; returns what it was: None for nothing."""
     return torch._C._dynamo.eval_frame.set_eval_frame(compiler)  # torch 2.9 to 2.15
+
+
+def not_traced(function: Function) -> Function:
+    """`torch.compile` calls it as it is, from what it compiles."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call: Any = wrapped
+    dynamo = torch._C._dynamo.eval_frame  # torch 2.9 to 2.15
+    skip = dynamo._FrameAction.SKIP
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # its own, which others do not share
+    dynamo.set_code_exec_strategy(call.__code__, dynamo._FrameExecStrategy(skip, skip))
+    call._torchdynamo_disable = True
+    return cast(Function, call)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from . import questions
 from .arguments import explained
 from .batch.dims import BatchDims
 from .batch.merge import Merge
-from .compat import set_frame_compiler
+from .compat import not_traced, set_frame_compiler
 from .compiled import Compiled
 from .cost.saved import Live
 from .errors import ArgumentError, BatchError, PlanError, SerializeError, StageIndexError
@@ -236,6 +236,7 @@ class Pipeline(nn.Module):
         """What the replicas of stages run. A call makes it, too, and tells the modules of it."""
         return self._now.crew.replicas()
 
+    @not_traced
     @explained(ArgumentError, "pipe.step(x, target=y, loss_fn=nn.functional.mse_loss)", _LOSS)
     def step(
         self,
@@ -268,6 +269,7 @@ class Pipeline(nn.Module):
         """
         return self._step(args, kwargs, loss_fn, target, reduction, output=False)[0]
 
+    @not_traced
     @explained(ArgumentError, "pipe.step(x, target=y, loss_fn=nn.functional.mse_loss)", _LOSS)
     def step_with_output(
         self,

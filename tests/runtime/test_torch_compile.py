@@ -186,3 +186,35 @@ def test_what_cannot_be_compiled_is_refused(fields, words):
     with pytest.raises(errors.PlanError, match=words):
         torch.compile(pipe, backend="aot_eager")(X)
     assert len(wanted) == 2 and torch.isfinite(steps(pipe)[0])
+
+
+class Trains(nn.Module):
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self, x, y):
+        first = self.pipe.step(x * 1, target=y, loss_fn=F.cross_entropy)
+        second, out = self.pipe.step_with_output(x * 1, target=y, loss_fn=F.cross_entropy)
+        return first + second + out.mean() * 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_a_step_in_what_the_user_compiles_is_played_as_it_is(schedule, inside):
+    model = model_of()
+    reference = copy.deepcopy(model)
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=3, schedule=schedule), example_args=(X,))
+    other = fxsplit.compile(reference, Plan(stages=2, micro_batches=3, schedule=schedule), example_args=(X,))
+
+    @torch.compile(backend=Backend())
+    def by_a_function(x, y):
+        return Trains(pipe).forward(x, y)
+
+    run = torch.compile(Trains(pipe), backend=Backend()) if inside else by_a_function
+    found = run(X, Y)
+    expected = Trains(other)(X, Y)
+    assert torch.equal(found, expected)
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
