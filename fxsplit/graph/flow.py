@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..plan.checkpoint import Checkpoint
 from ..schedules.lower import Flow
+from ..schedules.ranks import Routes
 from .effects import statistics
 from .ir import Program, Stage
 from .nodes import region_modules
@@ -31,6 +32,20 @@ def flow_of(program: Program, checkpoint: Checkpoint) -> Flow:
         in_turn=writing | {s.index for s in program.stages if s.stateful},
         again_in_turn=writing if checkpoint.anything else frozenset(),
         read_back=frozenset(s.index for s in program.stages if _may_read_back(s)),
+    )
+
+
+def routes_of(program: Program) -> Routes:
+    """The ways of values and gradients between the stages of a program, by name."""
+    made_by, readers = program.producers(), program.readers()
+    aliases = {first: first for first in program.aliases.values()}
+    groups = zip(aliases, _chains_of_aliases(program, made_by, readers), strict=True)
+    return Routes(
+        {v: (made_by[v], *readers[v]) for v in made_by},
+        len(program.stages) - 1,
+        {fqn: chain for fqn, chain in parameter_chains(program).items() if len(chain) > 1},
+        dict(groups),
+        frozenset(v for v in program.outputs if isinstance(v, str)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 from ..batchnorm.deferred import DeferredNorms
 from ..compat import tree_leaves
-from ..inserted.random import BaseSeed
 from ..inserted.recompute import Around
 from ..loss.inside import LossInside
 from ..plan.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from .blame import users_line
 from .device import lanes_of
 from .events import ActionHook
 from .fetching import Fetching
+from .hub import Here
 from .travel import Travelling
 from .unsaid import Shared
 from .values import Values
@@ -83,6 +83,7 @@ class Circumstances:
         rows: of a micro-batch's inputs, for messages; None where there is no batch.
         compiled: whether the stages are, by `torch.compile`.
         asked: whether to compare what forward asked of values when it was captured.
+        hub: where the stages are.
     """
 
     grad: bool
@@ -100,6 +101,7 @@ class Circumstances:
     rows: Callable[[Sequence[torch.Tensor]], int | None] = lambda inputs: None
     compiled: bool = False
     asked: bool = False
+    hub: Here = field(default_factory=Here)
 
 
 class Call:
@@ -128,8 +130,8 @@ class Call:
         # One micro-batch leaves nothing to overlap: the caller's own thread and random numbers.
         self.serial = how.serial or not several
         self.norms = how.norms if several else None
-        self.seed = BaseSeed() if several and how.drawing else None
-        self.values = Values(wiring.readers)
+        self.seed = how.hub.seed(several=several) if how.drawing else None
+        self.values = Values(how.hub.readers(wiring, tape))
         self.records: dict[tuple[int, int], Record] = {}
         self.put_off: dict[tuple[int, int], Callable[[], Terms]] = {}
         self.meetings = Meetings()
@@ -152,7 +154,9 @@ class Call:
                 self.values.give(name, i, value)
 
     def results(self) -> list[list[Any]]:
-        """Per micro-batch the flat outputs, without graph."""
+        """Per micro-batch the flat outputs, without graph; none in a process that has not the last stage."""
+        if not self.how.hub.has(len(self.program.stages) - 1):
+            return []
         rows = [self.values.results(self.program.outputs, i) for i in range(len(self.chunks))]
         self.values.forget()
         if self.lanes.has_queues:

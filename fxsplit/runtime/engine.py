@@ -30,6 +30,7 @@ from .call import Call, Circumstances
 from .crew import Crew
 from .events import ActionHook
 from .guarded import Guarded, buffers_as_before
+from .hub import Here
 from .inputs import Inputs
 from .reentry import check_not_inside, computing_for
 from .step import step_inside, takes_step
@@ -48,6 +49,7 @@ class Common:
         said: what was compared of losses whose reduction the user says.
         serial: play everything in the calling thread (the oracle of the tests).
         options: of `torch.compile`, where it compiles the stages.
+        hub: where the stages are.
     """
 
     def __init__(self) -> None:
@@ -58,6 +60,7 @@ class Common:
         self.said = Said()
         self.serial = False
         self.options: Mapping[str, Any] | None = None
+        self.hub = Here()
 
 
 class Batch:
@@ -213,7 +216,7 @@ class Engine:
             found.tell()
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
-        tape = crew.tape_for(count, meets)
+        tape = common.hub.tape(crew.tape_for(count, meets), crew.wiring)
         compiled = common.options is not None or is_put_aside()
         if compiled:
             check_can_be_compiled(self.compiled, [tape])
@@ -233,6 +236,7 @@ class Engine:
             anomaly=plan.detect_anomaly,
             compiled=compiled,
             asked=asked,
+            hub=common.hub,
             rows=self.compiled.dims.batch_size,
         )
         return Call(crew.wiring, tape, chunks, parameters, how, replicas)

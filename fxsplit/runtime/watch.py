@@ -25,7 +25,7 @@ from ..graph.assumptions import (
 )
 from ..graph.binding import use_current
 from ..graph.effects import has_hooks
-from ..graph.ir import Program, Traced
+from ..graph.ir import Program, Stage, Traced
 from ..graph.nodes import resolve
 from ..modules.callbacks import registered
 from ..modules.seen import changeable, contents, same_contents
@@ -238,6 +238,11 @@ class Watch:
         self._written: list[tuple[nn.Module | None, tuple[dict[str, Any], str]]] = []
         self._by_norms = _written_by_owners(traced)
         self.asked = Asked(traced, program)
+        self._stages: Sequence[Stage] = program.stages
+
+    def look_at(self, stages: Sequence[Stage]) -> None:
+        """Look at the tensors of these stages alone: the others are in other processes."""
+        self._stages, self._fingerprint = stages, None
 
     def use_current_modules(self) -> None:
         """Stages see what is in the model now: ``.to(dtype)`` and ``load_state_dict(assign=True)`` replace tensors.
@@ -253,18 +258,19 @@ class Watch:
                 f"what the pipeline was compiled for has changed: {changes}",
                 remedy="pipe.recompile(), to compile again under the same plan",
             )
-        for stage in self._program.stages:
+        for stage in self._stages:
             use_current(stage.module, stage.paths, self._model)
         use_current(self._traced.module, self._paths, self._model)
-        read = dict.fromkeys(fqn for stage in self._program.stages for fqn in stage.parameters)
+        read = dict.fromkeys(fqn for stage in self._stages for fqn in stage.parameters)
         self.parameters = {fqn: resolve(self._model, fqn) for fqn in read}
         self._check_values()
         self._halved, self._compiled = None, set()
-        self._written = [self._place_of(name) for name in self._program.written()]
+        written = dict.fromkeys(name for stage in self._stages for name in stage.writes)
+        self._written = [self._place_of(name) for name in written]
         self._fingerprint = Fingerprint(self._model, self._assumed)
 
     def _check_values(self) -> None:
-        modules = [s.module for s in self._program.stages]
+        modules = [s.module for s in self._stages]
         tensors = {id(t): t for m in modules for t in itertools.chain(m.parameters(), m.buffers())}
         empty = sum(t.is_meta for t in tensors.values())
         if empty:

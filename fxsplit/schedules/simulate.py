@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from .tape import Instruction, Tape
 
+_LENGTH = {"forward": 1, "loss": 0, "backward": 2, "inputs": 1, "weights": 1, "send": 0, "receive": 0}
+
 
 def timeline(tape: Tape, cost: Callable[[Instruction], float]) -> list[tuple[float, float]]:
     """By number, start and end of every instruction, when each starts as soon as its worker is free and it may.
@@ -30,10 +32,14 @@ def bubble(tape: Tape, loads: Sequence[float]) -> float:
     time. Equal stages under GPipe give (p - 1) / (m + p - 1).
     """
     weights = list(loads) if any(loads) else [1.0] * len(loads)
-    length = {"forward": 1, "loss": 0, "backward": 2, "inputs": 1, "weights": 1}
-    times = timeline(tape, lambda x: weights[x.stage] * length[x.kind] * len(x.micro_batches))
+    times = timeline(tape, lambda x: weights[x.stage] * length_of(x))
     busy = sum(end - start for start, end in times)
     return 1 - busy / (len(tape.workers) * max(end for _, end in times))
+
+
+def length_of(instruction: Instruction) -> int:
+    """Units of time that it takes by what it is."""
+    return _LENGTH[instruction.kind] * len(instruction.micro_batches)
 
 
 def staircase(tape: Tape) -> str:

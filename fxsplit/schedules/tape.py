@@ -21,8 +21,31 @@ from typing import Literal, NamedTuple, get_args
 
 from .schedule import Action
 
-Kind = Literal["forward", "loss", "backward", "inputs", "weights"]
-_LETTERS: Mapping[str, str] = dict(zip(get_args(Kind), "FLBIW", strict=True))
+Kind = Literal["forward", "loss", "backward", "inputs", "weights", "send", "receive"]
+_LETTERS: Mapping[str, str] = dict(zip(get_args(Kind), "FLBIWSR", strict=True))
+
+
+class Packet(NamedTuple):
+    """What one rank hands another after an instruction: values of a forward, or gradients.
+
+    Attributes:
+        source, target: ranks.
+        made: what is done before it is sent.
+        forward: whether it has values; otherwise gradients.
+        values: names of what it has, or has the gradients of.
+        parameters: FQNs of tied parameters, of which it has what the gradients have come to.
+        dropped: names whose gradients nobody here asks for afterwards.
+        order: its number in the one order of all messages. Of two that have one gradient, the later has all of it.
+    """
+
+    source: int
+    target: int
+    made: str
+    forward: bool
+    values: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    order: int = 0
 
 
 class Instruction(NamedTuple):
@@ -30,7 +53,7 @@ class Instruction(NamedTuple):
 
     Attributes:
         kind: a stage's forward or backward, or half a backward: the gradients of its inputs, or those of its weights;
-            or the loss of what the last stage gives.
+            or the loss of what the last stage gives; or, where stages are on several ranks, a packet that goes or comes.
         stage: whose.
         micro_batches: several where those that met go backward as one.
         after: numbers of what has to be done before: what makes its inputs, what hands on a gradient before it, what
@@ -45,16 +68,27 @@ class Instruction(NamedTuple):
     after: tuple[int, ...]
     beside: tuple[int, ...]
     number: int
+    packet: Packet | None = None
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What a schedule calls it; a schedule does not name the loss."""
-        if self.kind == "loss":
+        """What a schedule calls it; a schedule names neither loss nor packets."""
+        if self.kind == "loss" or self.packet is not None:
             return ()
         letter: Literal["F", "B", "I", "W"] = _LETTERS[self.kind]  # type: ignore[assignment]
         return tuple(Action(letter, self.stage, i) for i in self.micro_batches)
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is of the half that goes forward; the loss is of neither."""
+        return self.kind == "forward" if self.packet is None else self.packet.forward
+
     def __str__(self) -> str:
+        if self.packet is not None:
+            way = (
+                f"to rank {self.packet.target}" if self.kind == "send" else f"from rank {self.packet.source}"
+            )
+            return f"{self.kind} {self.packet.made} {way}"
         return f"{self.stage}{_LETTERS[self.kind]}{'+'.join(map(str, self.micro_batches))}"
 
 
@@ -127,15 +161,15 @@ class Tape:
     @cached_property
     def forward(self) -> Tape:
         """Its forwards alone: what ``pipe(x)`` plays."""
-        return self._only(lambda kind: kind == "forward")
+        return self._only(lambda x: x.is_forward)
 
     @cached_property
     def backward(self) -> Tape:
         """Its backwards alone, with the loss outside."""
-        return self._only(lambda kind: kind not in ("forward", "loss"))
+        return self._only(lambda x: not x.is_forward and x.kind != "loss")
 
-    def _only(self, wanted: Callable[[Kind], bool]) -> Tape:
-        workers = tuple(tuple(x for x in row if wanted(x.kind)) for row in self.workers)
+    def _only(self, wanted: Callable[[Instruction], bool]) -> Tape:
+        workers = tuple(tuple(x for x in row if wanted(x)) for row in self.workers)
         return replace(self, workers=workers)
 
     def __str__(self) -> str:

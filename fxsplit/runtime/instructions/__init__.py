@@ -9,6 +9,7 @@ from ..call import Call
 from .backward import backward
 from .forward import forward
 from .loss import loss
+from .message import message
 from .weights import weights
 
 PLAYS: Mapping[Kind, Callable[[Call, Instruction], None]] = {
@@ -17,4 +18,6 @@ PLAYS: Mapping[Kind, Callable[[Call, Instruction], None]] = {
     "backward": backward,
     "inputs": backward,
     "weights": weights,
+    "send": message,
+    "receive": message,
 }

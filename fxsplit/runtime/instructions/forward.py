@@ -89,7 +89,9 @@ def _computed(
                     call.lanes.move,
                     recompute=call.how.checkpoint.recomputes(i),
                     again=None if norming is None else norming.again,
-                    own_numbers=len(call.chunks) == 1 or stage.rng_state or call.how.compiled,
+                    own_numbers=(len(call.chunks) == 1 and call.seed is None)
+                    or stage.rng_state
+                    or call.how.compiled,
                 )
             )
         if norming is not None:
