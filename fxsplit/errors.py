@@ -113,3 +113,7 @@ def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> st
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     shown = ", ".join(repr(name) for name in names[:8])
     return f"{label}: {shown}{', …' if len(names) > 8 else ''}" if names else f"there are no {label} names"
+
+
+class RankError(FxsplitError, RuntimeError):
+    """A rank of a pipeline over several processes has failed, does not answer, or was given something else."""

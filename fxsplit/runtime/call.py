@@ -184,6 +184,8 @@ class Call:
         """Nothing has been added to the gradients of parameters."""
         count = len(self.chunks)
         for role in self.wiring.roles:
+            if not self.how.hub.has(role.stage.index):
+                continue
             owned = self.owned(role.stage.index, 0)
             if owned.alone:
                 self.sums[role.stage.index] = OrderedSum(count, len(owned.alone))

@@ -62,6 +62,14 @@ def step(call: Call, loss: LossInside) -> None:
         check_differentiable(loss.differentiable)
 
 
+def silently(call: Call) -> None:
+    """Play all of it in a process that has not the loss. Afterwards the call has the gradients of its own stages."""
+    call.begin_sums()
+    with _first(call), parameter_hooks_silenced(list(call.parameters.values())):
+        _play(call, call.tape)
+    call.written.arrive()
+
+
 @contextlib.contextmanager
 def _first(call: Call) -> Iterator[None]:
     """The part of a call in which stages go forward, and it draws random numbers for the first time, where it does."""

@@ -29,7 +29,7 @@ def computed(model: nn.Module, module: nn.Module, names: Sequence[str]) -> dict[
     size = sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
     if size > _LARGEST:
         return found
-    for initialize in _ways(model):
+    for initialize in ways_to_initialize(model):
         left = [name for name in names if name not in found]
         if not left:
             break
@@ -45,7 +45,8 @@ def computed(model: nn.Module, module: nn.Module, names: Sequence[str]) -> dict[
     return found
 
 
-def _ways(model: nn.Module) -> list[Callable[[Any], object]]:
+def ways_to_initialize(model: nn.Module) -> list[Callable[[Any], object]]:
+    """How a module may be asked to initialize itself."""
     ways: list[Callable[[Any], object]] = [
         lambda module: module.reset_buffers(),
         lambda module: module.reset_parameters(),

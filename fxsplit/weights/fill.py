@@ -8,7 +8,7 @@ source ─ shapes ─▶ compared with the model ─ all fit ─▶ read, stage 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,16 +70,21 @@ class Loaded:
         return f"{self.tensors} tensors, {in_units(self.nbytes)}{more}"
 
 
-def fill(model: nn.Module, stages: Sequence[Stage], source: Source) -> Loaded:
+def fill(model: nn.Module, stages: Sequence[Stage], source: Source, *, whole: bool = True) -> Loaded:
     """Put weights into a model, each where its stage is.
+
+    Args:
+        whole: also what none of these stages reads.
 
     Raises:
         WeightsError: names all that is missing, not known, or of another shape or type. The model is as it was.
     """
-    slots = _slots(model, stages)
+    every = _slots(model, stages)
+    slots = [slot for slot in every if whole or slot.stage >= 0]
     _refuse_what_would_be_lost(slots)
     shapes = source.shapes()
-    names = _check(model, slots, shapes, source) if shapes is not None else {s: s.names for s in slots}
+    known = {name for slot in every for name in slot.names}
+    names = _check(model, slots, shapes, source, known) if shapes is not None else {s: s.names for s in slots}
     found: dict[_Slot, torch.Tensor] = {}
     problems = _Problems()
     total = sum(s.tensor.numel() * s.tensor.element_size() for s in slots)
@@ -207,7 +212,11 @@ def _some(names: Sequence[str], by: str = ", ") -> str:
 
 
 def _check(
-    model: nn.Module, slots: Sequence[_Slot], shapes: Mapping[str, Shape], source: Source
+    model: nn.Module,
+    slots: Sequence[_Slot],
+    shapes: Mapping[str, Shape],
+    source: Source,
+    known: Collection[str],
 ) -> dict[_Slot, list[str]]:
     """The names under which the source has each of the tensors.
 
@@ -224,7 +233,6 @@ def _check(
             problems.missing.append(_TIED.join(slot.names))
         for name in given:
             _compare(slot, name, shapes[name], problems)
-    known = {name for slot in slots for name in slot.names}
     problems.unknown = [name for name in shapes if name not in known]
     problems.check(model, source)
     return found

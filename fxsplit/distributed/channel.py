@@ -1,0 +1,181 @@
+"""How packets travel: sends go at once; a thread for each rank that this one hears from takes what comes, in order.
+
+gloo cannot be woken while it waits. So the thread that plays stages never waits in it: it waits for an inbox, into which
+the threads put what has come, and into which `Watch` puts the first cause when any rank has failed::
+
+    backend ──▶ thread of rank 0 ──┐
+    backend ──▶ thread of rank 2 ──┼──▶ inbox ──▶ the player
+    store ────▶ watch ─────────────┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .packets import Item, Unpacking, packed
+from .watch import Watch
+
+Key = tuple[Any, ...]  # of packets of one kind, whose headers are alike
+_PREFIX = 2  # numbers: what both ends have to agree on, and the length of a header that is new
+
+
+class Channel:
+    """To and from the other ranks of one pipeline.
+
+    Args:
+        group: the ranks of the pipeline, in its order.
+        device: where tensors are here.
+
+    Attributes:
+        sent: bytes that have gone to other ranks, headers with them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), len(self._ranks)
+        self._device, self._watch = device, watch
+        # One group for each direction: two opposite messages of a pair never wait for each other in one communicator.
+        self._groups = {
+            up: dist.new_group(self._ranks, use_local_synchronization=True) for up in (True, False)
+        }
+        self._headers: dict[tuple[bool, int, Key], bytes] = {}
+        self._inbox: dict[tuple[int, int], list[Item]] = {}
+        self._numbers: dict[tuple[bool, int], int] = {}  # of the packets to and from each rank
+        self._expected: dict[int, SimpleQueue[tuple[int, Key, int] | None]] = {}
+        self._going: dict[int, SimpleQueue[tuple[Any, Any] | None]] = {}
+        self.sent = 0
+
+    # -- going -----------------------------------------------------------------------------------------------------
+
+    def send(self, target: int, key: Key, digest: int, items: Sequence[Item]) -> None:
+        """Hand a packet over; does not wait until it has come.
+
+        Args:
+            key: its kind; where the last one of it had the same header, none is sent.
+            digest: what the other end has to agree on.
+        """
+        header, tensors = packed(items)
+        known = self._headers.get((True, target, key)) == header
+        self._headers[True, target, key] = header
+        prefix = torch.tensor([digest, 0 if known else len(header)], dtype=torch.int64)
+        parts = [
+            prefix,
+            *([] if known else [torch.frombuffer(bytearray(header), dtype=torch.uint8)]),
+            *tensors,
+        ]
+        group, to = self._groups[target > self.rank], self._ranks[target]
+        for part in parts:
+            work = dist.isend(part, to, group=group)
+            self.sent += part.numel() * part.element_size()
+            self._ending(target).put((work, part))
+
+    def _ending(self, target: int) -> SimpleQueue[tuple[Any, Any] | None]:
+        """Who keeps what is sent until it has gone."""
+        if target not in self._going:
+            self._going[target] = queue = SimpleQueue[tuple[Any, Any] | None]()
+            self._start(lambda: self._end(queue), f"fxsplit sends to rank {target}")
+        return self._going[target]
+
+    def _end(self, queue: SimpleQueue[tuple[Any, Any] | None]) -> None:
+        while (going := queue.get()) is not None:
+            going[0].wait()
+            _settled(going[1])
+            del going
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def expect(self, source: int, keys: Sequence[Key], digest: int) -> None:
+        """These come next from a rank."""
+        if source not in self._expected:
+            self._expected[source] = queue = SimpleQueue[tuple[int, Key, int] | None]()
+            self._start(lambda: self._take(source, queue), f"fxsplit hears from rank {source}")
+        first = self._numbers.get((False, source), 0)
+        for number, key in enumerate(keys, start=first):
+            self._expected[source].put((number, key, digest))
+        self._numbers[False, source] = first + len(keys)
+
+    def receive(self, source: int) -> list[Item]:
+        """The next packet from a rank.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        number = self._numbers.get((True, source), 0)
+        self._numbers[True, source] = number + 1
+        self._watch.wait(lambda: (source, number) in self._inbox, f"a packet from rank {self._ranks[source]}")
+        return self._inbox.pop((source, number))
+
+    def _take(self, source: int, queue: SimpleQueue[tuple[int, Key, int] | None]) -> None:
+        group, origin = self._groups[source < self.rank], self._ranks[source]
+
+        def come(place: torch.Tensor) -> torch.Tensor:
+            work = dist.irecv(place, origin, group=group)
+            assert work is not None
+            work.wait()
+            return place
+
+        while (expected := queue.get()) is not None:
+            number, key, digest = expected
+            found, length = come(torch.empty(_PREFIX, dtype=torch.int64)).tolist()
+            if found != digest:
+                self._watch.disagrees(origin)
+                return
+            if length:
+                header = come(torch.empty(length, dtype=torch.uint8))
+                self._headers[False, source, key] = bytes(header.numpy().tobytes())
+            coming = Unpacking(self._headers[False, source, key], self._device)
+            works = [dist.irecv(place, origin, group=group) for place in coming.places]
+            for work, place in zip(works, coming.places, strict=True):
+                assert work is not None
+                work.wait()
+                _settled(place)
+            self._inbox[source, number] = coming.items()
+            self._watch.notify()
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def awaited(self, collective: Callable[[], Any], what: str) -> Any:
+        """The result of what waits for other ranks, in a thread of its own.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        results: list[Any] = []
+
+        def run() -> None:
+            results.append(collective())
+            self._watch.notify()
+
+        self._start(run, f"fxsplit: {what}")
+        self._watch.wait(lambda: bool(results), what)
+        return results[0]
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        def guarded() -> None:
+            try:
+                with torch.inference_mode(False):
+                    if self._device.type == "cuda":
+                        torch.cuda.set_device(self._device)
+                    run()
+            except BaseException as error:
+                self._watch.lost(error)
+
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Its threads end."""
+        queues: list[SimpleQueue[Any]] = [*self._expected.values(), *self._going.values()]
+        for queue in queues:
+            queue.put(None)
+
+
+def _settled(tensor: torch.Tensor) -> None:
+    """On an accelerator the end of a message is an event of a stream: whoever reads it is in another thread."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
