@@ -45,10 +45,11 @@ def packed(items: Sequence[Item]) -> tuple[bytes, list[torch.Tensor]]:
     rows: list[Any] = []
     tensors: list[torch.Tensor] = []
     for name, i, same, value in items:
-        described = tree_map(
-            lambda v, name=name: _described(name, v, tensors) if isinstance(v, torch.Tensor) else v, value
-        )
-        rows.append((name, i, same, described))
+
+        def describe(leaf: Any, name: str = name) -> Any:
+            return _described(name, leaf, tensors) if isinstance(leaf, torch.Tensor) else leaf
+
+        rows.append((name, i, same, tree_map(describe, value)))
     return pickle.dumps(rows), tensors
 
 
@@ -87,7 +88,9 @@ class Unpacking:
         tensors = iter(self._tensors)
         found: list[Item] = []
         for name, i, same, described in self._rows:
-            value = tree_map(lambda x: _laid_out(next(tensors), x) if isinstance(x, _Layout) else x, described)
+            value = tree_map(
+                lambda x: _laid_out(next(tensors), x) if isinstance(x, _Layout) else x, described
+            )
             found.append((name, i, same, value))
         return found
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -347,11 +348,8 @@ class RankPipeline(Pipeline):
             self.mesh.get_group("pp"),
             dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM,
         )
-        with self._told():
-            self._channel.awaited(
-                lambda: dist.all_reduce(powered, how, group=group), "the norm of all gradients"
-            )
-        total = powered if norm_type == float("inf") else powered ** (1.0 / norm_type)
+        self.together(lambda: dist.all_reduce(powered, how, group=group), "the norm of all gradients")
+        total = powered if norm_type == float("inf") else torch.pow(powered, 1.0 / norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for p in self.parameters():
             if p.grad is not None:
@@ -393,11 +391,29 @@ class RankPipeline(Pipeline):
                 f"the state_dict has no {', '.join(sorted(missing)[:5])}, which rank {self._channel.rank} has",
                 remedy="the state_dict of the model, or strict=False",
             )
-        return self.model.load_state_dict(mine, strict=False, assign=assign)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*copying from a non-meta parameter"
+            )  # counters of other ranks
+            return self.model.load_state_dict(mine, strict=False, assign=assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of this rank's parameters."""
         self.model.zero_grad(set_to_none)
+
+    @property
+    def replica(self) -> int:
+        """Which of the pipelines beside each other this is; 0 where there is one."""
+        return 0 if self._reduces is None else dist.get_rank(self._reduces)
+
+    def together(self, collective: Callable[[], Any], what: str) -> Any:
+        """The result of what waits for other ranks; if one of them fails, its error.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        with self._told():
+            return self._channel.awaited(collective, what)
 
     def close(self) -> None:
         """The threads of this pipeline end; nothing is sent any more."""

@@ -1,0 +1,125 @@
+"""Ranks that stay for several tests: processes that do what they are told, all of them the same."""
+
+import contextlib
+import importlib
+import multiprocessing.connection as connection
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
+
+import torch
+
+KEY = b"ranks"
+GONE = "gone"
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """Processes of torch.distributed, as torchrun would start them."""
+
+    def __init__(self, size, folder, **environment):
+        self.size = size
+        listener = connection.Listener(authkey=KEY)
+        port = free_port()
+        self.processes, self.logs = [], []
+        for rank in range(size):
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": 1,
+                "RANKS_ADDRESS": listener.address,
+                **environment,
+            }
+            log = pathlib.Path(folder, f"rank-{rank}.log").open("w+")  # noqa: SIM115
+            self.logs.append(log)
+            command = [sys.executable, "-m", "tests.distributed.ranks"]
+            environ = {**os.environ, **{k: str(v) for k, v in own.items()}}
+            self.processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+        found = {}
+        for _ in range(size):
+            pipe = listener.accept()
+            found[pipe.recv()] = pipe
+        self.pipes = [found[rank] for rank in range(size)]
+        listener.close()
+
+    def begin(self, task, *args, **kwargs):
+        for pipe in self.pipes:
+            pipe.send((task.__module__, task.__qualname__, args, kwargs))
+
+    def end(self, seconds=120):
+        """What each rank has given, or the error that it raised; `GONE` of one that is."""
+        answers, until = [], time.monotonic() + seconds
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                assert pipe.poll(max(0, until - time.monotonic())), f"rank {rank} does not answer"
+                answers.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, ConnectionError):
+                answers.append(GONE)
+        return answers
+
+    def run(self, task, *args, **kwargs):
+        """What each rank gives."""
+        self.begin(task, *args, **kwargs)
+        answers = self.end()
+        for rank, answer in enumerate(answers):
+            assert answer is not GONE, f"rank {rank} is gone ({self.processes[rank].poll()}): {self.log(rank)}"
+            assert not isinstance(answer, Failed), f"rank {rank}: {answer.text}"
+        return answers
+
+    def log(self, rank):
+        self.logs[rank].flush()
+        self.logs[rank].seek(0)
+        return self.logs[rank].read()[-3000:]
+
+    def close(self):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self.logs:
+            log.close()
+
+
+class Failed:
+    """An error on a rank, as text and as a class."""
+
+    def __init__(self, error):
+        self.kind, self.text = type(error).__name__, "".join(traceback.format_exception(error))
+        self.message, self.at = str(error), time.monotonic()
+
+
+def main():
+    torch.set_num_threads(1)
+    pipe = connection.Client(os.environ["RANKS_ADDRESS"], authkey=KEY)
+    pipe.send(int(os.environ["RANK"]))
+    while (told := pipe.recv()) is not None:
+        module, name, args, kwargs = told
+        try:
+            answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        except BaseException as error:
+            answer = Failed(error)
+        pipe.send_bytes(pickle.dumps(answer))  # tensors, too: pipes of multiprocessing would share their memory
+
+
+if __name__ == "__main__":
+    from tests.distributed import ranks  # so that what it sends has this module's name
+
+    ranks.main()

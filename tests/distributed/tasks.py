@@ -1,0 +1,158 @@
+"""What ranks are told to do: each compares its part with a pipeline in its own process."""
+
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fxsplit
+import fxsplit.distributed as fd
+from tests import models
+
+RATE = {"lr": 0.01, "momentum": 0.9}
+
+
+class Masked(nn.Module):
+    """Every stage reads the mask; dropout, batch normalisation, None and a number over the cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.2)
+
+    def forward(self, x, mask):
+        skip = x
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x))) * mask
+        return self.norm(x) + skip, x.sum(1)
+
+
+def built(name):
+    torch.manual_seed(0)
+    if name == "masked":
+        return Masked(), lambda n: (torch.randn(n, 8), (torch.rand(n, 8) > 0.3).float())
+    return models.build(name)
+
+
+def made(name):
+    return built(name)[0]
+
+
+def loss_of(name):
+    if name == "masked":
+        return lambda out, t: F.mse_loss(out[0], t) + out[1].square().mean() * 0.1
+    return lambda out, t: torch.tanh(torch.utils._pytree.tree_leaves(out)[0]).square().mean()
+
+
+def example(batch, rows, seed=1):
+    torch.manual_seed(seed)
+    args = batch(rows)
+    return args if isinstance(args, tuple) else (args,)
+
+
+def steps(pipe, opt, name, args, target, count):
+    """Losses of some steps; from the same random numbers wherever it is called."""
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(count):
+        losses.append(pipe.step(*args, target=target, loss_fn=loss_of(name), reduction="mean"))
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def equals_one_process(name, plan, pp=2, rows=7, count=4):
+    """Losses, parameters, buffers and outputs are those of one process."""
+    mesh = fd.init(pp=pp)
+    model, batch = built(name)
+    args = example(batch, rows)
+    target = args[0] if name == "masked" else torch.zeros(rows)
+    alone = copy.deepcopy(model)
+    one = fxsplit.compile(alone, plan, example_args=args)
+    pipe = fd.compile(
+        functools.partial(made, name), plan, mesh, example_args=args, weights=model.state_dict()
+    )
+    expected = steps(one, torch.optim.SGD(one.parameters(), **RATE), name, args, target, count)
+    found = steps(pipe, torch.optim.SGD(pipe.parameters(), **RATE), name, args, target, count)
+    assert all(map(torch.equal, found, expected)), (found, expected)
+    whole = one.state_dict()
+    for key, value in pipe.state_dict().items():
+        assert torch.equal(value, whole[key]), key
+    one.eval(), pipe.eval()
+    with torch.no_grad():
+        outputs = zip(*(torch.utils._pytree.tree_leaves(p(*args)) for p in (one, pipe)), strict=True)
+    assert all(torch.equal(a, b) for a, b in outputs)
+    pipe.close()
+    return [pipe.rank_of, sorted(pipe.state_dict()), pipe._channel.sent]
+
+
+def averages(name, plan, rows=8, count=3):
+    """Two pipelines beside each other: gradients are the mean of both, buffers those of the first."""
+    mesh = fd.init(pp=2, dp=2)
+    replica = mesh["dp"].get_local_rank()
+    model, batch = built(name)
+    both = [example(batch, rows, seed) for seed in (1, 2)]
+    pipe = fd.compile(
+        functools.partial(made, name), plan, mesh, example_args=both[0], weights=model.state_dict()
+    )
+    ones = [fxsplit.compile(copy.deepcopy(model), plan, example_args=both[0]) for _ in both]
+    target = torch.zeros(rows)
+    opts = [torch.optim.SGD(p.parameters(), **RATE) for p in (*ones, pipe)]
+    for n in range(count):
+        losses = []
+        buffers = dict(ones[0].named_buffers())
+        for key, buffer in ones[1].named_buffers():
+            buffer.copy_(buffers[key])
+        for one, args, opt in zip(ones, both, opts, strict=False):
+            torch.manual_seed(n)
+            opt.zero_grad()
+            mine = (args[0],) if name == "masked" else (target,)
+            losses.append(one.step(*args, target=mine[0], loss_fn=loss_of(name), reduction="mean"))
+        for a, b in zip(*(one.parameters() for one in ones), strict=True):
+            a.grad = b.grad = (a.grad + b.grad) / 2
+        torch.manual_seed(n)
+        opts[2].zero_grad()
+        mine = both[replica][0] if name == "masked" else target
+        found = pipe.step(*both[replica], target=mine, loss_fn=loss_of(name), reduction="mean")
+        assert torch.equal(found, sum(losses) / 2), (found, losses)
+        for opt in opts:
+            opt.step()
+    whole = ones[replica].state_dict()
+    for key, value in pipe.state_dict().items():
+        assert torch.equal(value, whole[key]), key
+    pipe.close()
+
+
+def with_own_weights(plan):
+    """Without weights=, the modules initialize themselves: the same in any number of stages."""
+    mesh = fd.init(pp=dist.get_world_size() if dist.is_initialized() else 2)
+    x = torch.zeros(4, 8)
+    torch.manual_seed(5)
+    pipe = fd.compile(
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), plan, mesh, example_args=(x,)
+    )
+    found = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return found
+
+
+def norms(plan):
+    """The norm of all gradients, tied ones once; clipped."""
+    mesh = fd.init(pp=2)
+    model, batch = built("tied_head")
+    args = example(batch, 6)
+    one = fxsplit.compile(copy.deepcopy(model), plan, example_args=args)
+    pipe = fd.compile(
+        functools.partial(made, "tied_head"), plan, mesh, example_args=args, weights=model.state_dict()
+    )
+    for p in (one, pipe):
+        p.step(*args, target=torch.zeros(6), loss_fn=loss_of(""), reduction="mean")
+    expected = nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.01), expected)
+    whole = dict(one.named_parameters())
+    for name, p in pipe.named_parameters():
+        torch.testing.assert_close(p.grad, whole[name].grad)
+    pipe.close()

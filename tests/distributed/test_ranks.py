@@ -1,0 +1,84 @@
+"""Pipelines over ranks are pipelines in one process: losses, parameters and buffers, bit for bit."""
+
+import pytest
+import torch
+
+from fxsplit import Plan, Schedule
+from tests.distributed import tasks
+from tests.models import build
+
+pytestmark = pytest.mark.slow
+NAMES = ["gpt", "resnet", "unet", "tied_head", "two_tower", "masked"]
+SCHEDULES = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "zb_h1"},
+    {"schedule": "interleaved_1f1b", "workers": 2},
+    {"schedule": "breadth_first", "workers": 2},
+    {"schedule": "interleaved_zero_bubble", "workers": 2},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_two_ranks(two, name):
+    for schedule in SCHEDULES:
+        two.run(tasks.equals_one_process, name, Plan(stages=4, micro_batches=3, **schedule))
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "masked"])
+def test_of_four_ranks(four, name):
+    for schedule in SCHEDULES[:3]:
+        found = four.run(tasks.equals_one_process, name, Plan(stages=4, micro_batches=3, **schedule), pp=4)
+        assert len({tuple(keys) for _, keys, _ in found}) > 1  # each has its own
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"checkpoint": "always"},
+        {"checkpoint": "except_last", "schedule": "gpipe"},
+        {"deferred_batch_norm": True},
+        {"micro_batches": 3},
+    ],
+    ids=str,
+)
+def test_of_other_plans(two, plan):
+    two.run(
+        tasks.equals_one_process,
+        "masked",
+        Plan(**{"stages": 3, "micro_batches": 2, "schedule": "1f1b", **plan}),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_of_one_micro_batch(two, schedule):
+    two.run(tasks.equals_one_process, "resnet", Plan(stages=2, schedule=schedule))
+
+
+def test_a_schedule_of_the_users_own(two):
+    text = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    two.run(
+        tasks.equals_one_process, "masked", Plan(stages=2, micro_batches=2, schedule=Schedule.from_csv(text))
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "masked"])
+def test_replicas_average_their_gradients(four, name):
+    four.run(tasks.averages, name, Plan(stages=2, micro_batches=2, schedule="1f1b"))
+
+
+def test_modules_initialize_themselves(two):
+    first = two.run(tasks.with_own_weights, Plan(stages=2))
+    other = two.run(tasks.with_own_weights, Plan(stages=4))
+    weights = {**first[0], **first[1]}
+    assert len(weights) == 8 and not first[0].keys() & first[1].keys()
+    assert all(torch.equal(weights[n], p) for found in other for n, p in found.items())
+    assert not torch.equal(weights["0.weight"], weights["1.weight"])
+
+
+def test_the_norm_of_all_gradients(two):
+    two.run(tasks.norms, Plan(stages=2, micro_batches=2))
+
+
+def test_all_models_are_there():
+    assert all(build(name) for name in NAMES if name != "masked")
