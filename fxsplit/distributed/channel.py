@@ -100,15 +100,15 @@ class Channel:
             self._expected[source].put((number, key, digest))
         self._numbers[False, source] = first + len(keys)
 
-    def receive(self, source: int) -> list[Item]:
-        """The next packet from a rank.
+    def receive(self, source: int, what: str = "a packet") -> list[Item]:
+        """The next packet from a rank; `what` it is.
 
         Raises:
             RankError: a rank has failed.
         """
         number = self._numbers.get((True, source), 0)
         self._numbers[True, source] = number + 1
-        self._watch.wait(lambda: (source, number) in self._inbox, f"a packet from rank {self._ranks[source]}")
+        self._watch.wait(lambda: (source, number) in self._inbox, f"{what}, from rank {self._ranks[source]}")
         return self._inbox.pop((source, number))
 
     def _take(self, source: int, queue: SimpleQueue[tuple[int, Key, int] | None]) -> None:

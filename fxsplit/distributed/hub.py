@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..graph.flow import routes_of
 from ..inserted.random import BaseSeed
 from ..runtime.call import Call
-from ..runtime.hub import Here
+from ..runtime.hub import Act, Here
 from ..runtime.wiring import Wiring
 from ..schedules.ranks import expected_from, tapes_of_ranks
 from ..schedules.tape import Instruction, Packet, Tape
@@ -94,6 +94,18 @@ class RankHub(Here):
         sizes = tuple(tuple(v.shape) for i in x.micro_batches for v in call.chunks[i])
         return packet.forward, x.stage, packet.values, packet.parameters, sizes
 
+    def announced(self, call: Call, act: Act) -> Act:
+        watch, stages = self.watch, call.program.stages
+
+        def told(instruction: Instruction) -> None:
+            if instruction.packet is None:
+                (i, *_), stage = instruction.micro_batches, stages[instruction.stage]
+                span = " … ".join(dict.fromkeys(stage.modules)) or "the model"
+                watch.computes(f"the {instruction.kind} of stage {stage.index} ({span}), micro-batch {i}")
+            act(instruction)
+
+        return told
+
     def message(self, call: Call, instruction: Instruction) -> None:
         packet = instruction.packet
         assert packet is not None
@@ -105,7 +117,9 @@ class RankHub(Here):
             )
             self.channel.send(packet.target, self._key(call, instruction), self.digest, items)
             return
-        for item in self.channel.receive(packet.source):
+        stage = call.program.stages[instruction.stage]
+        what = f"what {packet.made} gives (stage {stage.index}, micro-batch {instruction.micro_batches[0]})"
+        for item in self.channel.receive(packet.source, what):
             if packet.forward:
                 name, i, same, value = item
                 if same is not None:

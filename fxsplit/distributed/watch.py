@@ -22,7 +22,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -136,7 +136,8 @@ class Watch:
         cut_off = time.monotonic() - self._answered
         if self._cause is None and cut_off > CUT_OFF:
             self._cause = (
-                f"rank {self.rank} is cut off: the store of the ranks has not answered for {cut_off:.0f} s"
+                f"the store of the ranks has not answered for {CUT_OFF:.0f} s: who has it (torchrun's first agent, or rank 0) "
+                "is gone or stopped, or this host is cut off from it"
             )
         if (
             self._cause is None
@@ -200,11 +201,22 @@ class Watch:
             time.sleep(BEAT)
 
     def _silent(self, other: int, beat: dict[str, Any], seconds: float) -> None:
-        if not beat["ended"]:
-            doing = f", last in {beat['what']}" if beat["what"] else ""
-            self._declare(
-                f"rank {other} has not answered for {seconds:.0f} s: killed, stopped, or its host cut off{doing}"
-            )
+        if beat["ended"]:
+            return
+        doing = f", last in {beat['what']}" if beat["what"] else ""
+        waiting = [
+            f"rank {r} is {what}" for r, what in self._waiting() if what.endswith(f"from rank {other}")
+        ]
+        self._declare(
+            f"rank {other} has not answered for {seconds:.0f} s: killed, stopped, or its host cut off"
+            f"{'; '.join([doing, *waiting])}"
+        )
+
+    def _waiting(self) -> Iterator[tuple[int, str]]:
+        """What each rank says that it is doing."""
+        for rank in range(self.size):
+            if self._store.check([f"beat/{rank}"]):
+                yield rank, json.loads(self._ask(f"beat/{rank}"))["what"]
 
     def _look(self, other: int, beat: dict[str, Any]) -> None:
         what, seconds = beat["what"], beat["seconds"]

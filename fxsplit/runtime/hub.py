@@ -6,7 +6,7 @@ ranks and comes from them are instructions, too (`fxsplit.distributed.hub`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..inserted.random import BaseSeed
@@ -15,6 +15,8 @@ from .wiring import Wiring
 
 if TYPE_CHECKING:
     from .call import Call
+
+Act = Callable[[Instruction], None]
 
 
 class Here:
@@ -38,6 +40,10 @@ class Here:
 
     def begins(self, call: Call, tape: Tape) -> None:
         """A tape, or half of one, is about to be played."""
+
+    def announced(self, call: Call, act: Act) -> Act:
+        """`act`, so that whoever wants to know hears what is played."""
+        return act
 
     def message(self, call: Call, instruction: Instruction) -> None:
         """A packet goes, or is waited for."""

@@ -85,6 +85,8 @@ def _play(call: Call, tape: Tape) -> None:
     call.how.hub.begins(call, tape)
     run = call.lanes.queued(announced(functools.partial(act, call), call.device_of, call.how.hooks))
 
+    run = call.how.hub.announced(call, run)
+
     def play_one(instruction: Instruction) -> None:
         try:
             run(instruction)

@@ -6,22 +6,16 @@ import multiprocessing.connection as connection
 import os
 import pathlib
 import pickle
-import socket
 import subprocess
 import sys
 import time
 import traceback
 
 import torch
+from torch.distributed import TCPStore
 
 KEY = b"ranks"
 GONE = "gone"
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Ranks:
@@ -30,7 +24,9 @@ class Ranks:
     def __init__(self, size, folder, **environment):
         self.size = size
         listener = connection.Listener(authkey=KEY)
-        port = free_port()
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # torchrun's agent has it
         self.processes, self.logs = [], []
         for rank in range(size):
             own = {
@@ -38,7 +34,8 @@ class Ranks:
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": size,
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": self.store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": 1,
                 "RANKS_ADDRESS": listener.address,
                 **environment,
@@ -70,12 +67,22 @@ class Ranks:
                 answers.append(GONE)
         return answers
 
+    def end_of(self, ranks, seconds=120):
+        """The same of some ranks."""
+        every, self.pipes = self.pipes, [self.pipes[rank] for rank in ranks]
+        try:
+            return dict(zip(ranks, self.end(seconds), strict=True))
+        finally:
+            self.pipes = every
+
     def run(self, task, *args, **kwargs):
         """What each rank gives."""
         self.begin(task, *args, **kwargs)
         answers = self.end()
         for rank, answer in enumerate(answers):
-            assert answer is not GONE, f"rank {rank} is gone ({self.processes[rank].poll()}): {self.log(rank)}"
+            assert answer is not GONE, (
+                f"rank {rank} is gone ({self.processes[rank].poll()}): {self.log(rank)}"
+            )
             assert not isinstance(answer, Failed), f"rank {rank}: {answer.text}"
         return answers
 
@@ -116,7 +123,9 @@ def main():
             answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
         except BaseException as error:
             answer = Failed(error)
-        pipe.send_bytes(pickle.dumps(answer))  # tensors, too: pipes of multiprocessing would share their memory
+        pipe.send_bytes(
+            pickle.dumps(answer)
+        )  # tensors, too: pipes of multiprocessing would share their memory
 
 
 if __name__ == "__main__":

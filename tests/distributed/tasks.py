@@ -2,6 +2,11 @@
 
 import copy
 import functools
+import os
+import pathlib
+import signal
+import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -10,6 +15,7 @@ from torch import nn
 
 import fxsplit
 import fxsplit.distributed as fd
+from fxsplit import Plan
 from tests import models
 
 RATE = {"lr": 0.01, "momentum": 0.9}
@@ -156,3 +162,39 @@ def norms(plan):
     for name, p in pipe.named_parameters():
         torch.testing.assert_close(p.grad, whole[name].grad)
     pipe.close()
+
+
+def happens(kind, file):
+    """The fault."""
+    pathlib.Path(file).write_text(str(time.time()))
+    if kind == "raises":
+        raise ZeroDivisionError("this went wrong")
+    if kind == "exits":
+        sys.exit(3)
+    if kind == "hangs":
+        time.sleep(30)
+    else:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[kind])
+
+
+def meets_a_fault(kind, stage, micro_batch, phase, schedule, file, pp):
+    """What a rank hears of it, and when."""
+    mesh = fd.init(pp=pp, patience=4.0)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    plan = Plan(cut=[str(k) for k in range(1, pp)], micro_batches=3, schedule=schedule)
+    pipe = fd.compile(
+        lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(pp))), plan, mesh, example_args=(x,)
+    )
+    pipe.step(x, target=x, loss_fn=F.mse_loss)
+
+    def after(event):
+        if event.action[1:] == (stage, micro_batch) and event.action.kind in phase:
+            happens(kind, file)
+
+    pipe.register_action_hook(after)
+    try:
+        for _ in range(3):
+            pipe.step(x, target=x, loss_fn=F.mse_loss)
+    except BaseException as error:
+        return type(error).__name__, str(error), time.time()
+    return "no error", "", 0.0
