@@ -20,6 +20,7 @@ import datetime
 import functools
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,7 +243,11 @@ class Watch:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """This process ends, and says so."""
+        """This process ends, and says so.
+
+        After a failure threads may wait in gloo, which nobody can end, and under which the interpreter would be aborted:
+        then the process ends here, with status 1, when everybody else who wanted to know of the end has been told.
+        """
         if self._ended:
             return
         self._ended = True
@@ -250,7 +255,12 @@ class Watch:
         try:
             self._store.set(f"beat/{self.rank}", self._beat(-1))
         except Exception:  # the store went first
-            return
+            self._raised = True
+        if self._raised and any(t.daemon and t.name.startswith("fxsplit ") for t in threading.enumerate()):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 @functools.cache

@@ -91,18 +91,20 @@ class Ranks:
         self.logs[rank].seek(0)
         return self.logs[rank].read()[-3000:]
 
-    def close(self):
+    def close(self, patience=10):
+        """How each has ended."""
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self.processes:
             try:
-                process.wait(10)
+                process.wait(patience)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         for log in self.logs:
             log.close()
+        return [process.returncode for process in self.processes]
 
 
 class Failed:

@@ -21,11 +21,18 @@ def meet(tmp_path, kind, stage, micro_batch, phase, schedule="1f1b", pp=3):
             found = ranks.end_of([r for r in range(pp) if r != stage])
             os.kill(ranks.processes[stage].pid, signal.SIGKILL)
         else:
-            found = ranks.end_of(range(pp))
+            found = ranks.end_of([r for r in range(pp) if r != stage or kind == "raises"])
+        if kind == "hangs":
+            os.kill(ranks.processes[stage].pid, signal.SIGKILL)
         when = float(pathlib.Path(file).read_text())
+        codes = ranks.close()
+        assert all(code in (0, 1) for rank, code in enumerate(codes) if rank != stage), (
+            codes
+        )  # nobody is aborted
         return found, when
     finally:
-        ranks.close()
+        for process in ranks.processes:
+            process.kill()
 
 
 @pytest.mark.parametrize(
