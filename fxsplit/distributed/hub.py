@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from ..graph.flow import routes_of
 from ..inserted.random import BaseSeed
@@ -14,6 +17,7 @@ from ..schedules.ranks import expected_from, tapes_of_ranks
 from ..schedules.tape import Instruction, Packet, Tape
 from .channel import Channel, Key
 from .packets import Item
+from .sharding import synchronizes
 from .watch import Watch
 
 
@@ -37,6 +41,7 @@ class RankHub(Here):
         self._tapes: dict[int, tuple[Tape, Tape]] = {}
         self._orders: dict[int, dict[tuple[str, int], int]] = {}
         self._calls = self.digest = 0
+        self.sharded: dict[int, nn.Module] = {}  # stages whose parameters FSDP has
 
     def has(self, stage: int) -> bool:
         return self.rank_of[stage] == self.rank
@@ -93,6 +98,18 @@ class RankHub(Here):
         assert packet is not None
         sizes = tuple(tuple(v.shape) for i in x.micro_batches for v in call.chunks[i])
         return packet.forward, x.stage, packet.values, packet.parameters, sizes
+
+    def accumulating(
+        self, call: Call, stage: int, micro_batch: int
+    ) -> contextlib.AbstractContextManager[None] | None:
+        module = self.sharded.get(stage)
+        if module is None:
+            return None
+        last = max(
+            i for x in call.tape.order if x.kind == "backward" and x.stage == stage for i in x.micro_batches
+        )
+        synchronizes(module, last=micro_batch == last)
+        return contextlib.nullcontext()
 
     def announced(self, call: Call, act: Act) -> Act:
         watch, stages = self.watch, call.program.stages

@@ -38,6 +38,7 @@ from ..weights.sources import source_of
 from .channel import Channel
 from .hub import RankHub, ranks_of_stages
 from .packets import Item
+from .sharding import is_sharded, local, sharded
 from .watch import watch_of_process
 
 
@@ -144,7 +145,8 @@ class RankPipeline(Pipeline):
     def _called(self, now: Engine, batch: Batch, *, grad: bool) -> tuple[Any, Guarded]:
         self._hub_of(now)
         now.watch.use_current_modules()
-        call = now._call(batch.chunks, now.watch.trainable(), grad=grad)
+        own = {name: p for name, p in now.watch.trainable().items() if not is_sharded(p)}
+        call = now._call(batch.chunks, own, grad=grad)
         return call, Guarded(now.common.lock, (), call, now.compiled, batch.rows)
 
     def _commit(self, runner: Guarded) -> None:
@@ -337,23 +339,32 @@ class RankPipeline(Pipeline):
         """
         hub, chains = self._hub, _chains(self.stages)
         mine = [p for n, p in self.named_parameters() if n not in chains or hub.has(chains[n][0])]
-        norms = torch.stack(
-            [torch.linalg.vector_norm(p.grad, norm_type) for p in mine if p.grad is not None]
-            or [torch.zeros(())]
-        )
-        total = torch.linalg.vector_norm(norms, norm_type)
-        powered = total if norm_type == float("inf") else total**norm_type
-        powered = powered.detach().clone()
-        group, how = (
-            self.mesh.get_group("pp"),
-            dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM,
-        )
-        self.together(lambda: dist.all_reduce(powered, how, group=group), "the norm of all gradients")
-        total = powered if norm_type == float("inf") else torch.pow(powered, 1.0 / norm_type)
+        largest = norm_type == float("inf")
+        how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        sums = []
+        for of_shards in (True, False):
+            found = [
+                torch.linalg.vector_norm(local(p.grad), norm_type)
+                for p in mine
+                if p.grad is not None and is_sharded(p) == of_shards
+            ]
+            norm = torch.linalg.vector_norm(torch.stack(found or [torch.zeros(())]), norm_type)
+            sums.append((norm if largest else norm**norm_type).detach())
+
+        def reduce() -> torch.Tensor:
+            if hub.sharded and self._reduces is not None:
+                dist.all_reduce(sums[0], how, group=self._reduces)
+            total = torch.maximum(*sums) if largest else sums[0] + sums[1]
+            dist.all_reduce(total, how, group=self.mesh.get_group("pp"))
+            return total
+
+        powered: torch.Tensor = self.together(reduce, "the norm of all gradients")
+        total = powered if largest else torch.pow(powered, 1.0 / norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for p in self.parameters():
             if p.grad is not None:
-                p.grad.mul_(scale.to(p.grad.device))
+                gradient = local(p.grad)
+                gradient.mul_(scale.to(gradient.device))
         return total
 
     # -- what this rank has --------------------------------------------------------------------------------------------
@@ -454,6 +465,7 @@ def compile(
     *,
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    parallelize: Callable[..., Any] | None = None,
     weights: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     tracer: Any = None,
@@ -466,6 +478,8 @@ def compile(
             with several stages each to one rank. Devices and replicas are the mesh's.
         mesh: of `init`, or one of your own with a dimension ``"pp"``, and maybe ``"dp"``.
         example_args, example_kwargs: one call; the same on every rank.
+        parallelize: called with the module of each stage of this rank and ``mesh=mesh["dp"]``, when it has its weights:
+            ``torch.distributed.fsdp.fully_shard``, or a function that calls it. Without, each replica has whole parameters.
         weights: as of `fxsplit.compile`; a rank reads those of its stages. Without, modules initialize themselves, each
             from a seed that rank 0 draws and its path alone: in any number of stages the same.
         leaf_modules, tracer: as of `fxsplit.compile`.
@@ -478,7 +492,9 @@ def compile(
     watch = watch_of_process()
     watch.check()
     try:
-        return _compiled(make_model, plan, mesh, example_args, example_kwargs, weights, leaf_modules, tracer)
+        return _compiled(
+            make_model, plan, mesh, example_args, example_kwargs, parallelize, weights, leaf_modules, tracer
+        )
     except BaseException as error:
         watch.failed(error)
         raise
@@ -490,6 +506,7 @@ def _compiled(
     mesh: DeviceMesh,
     example_args: Sequence[Any],
     example_kwargs: Mapping[str, Any] | None,
+    parallelize: Callable[..., Any] | None,
     weights: Any,
     leaf_modules: Sequence[str | type[nn.Module]],
     tracer: Any,
@@ -528,7 +545,25 @@ def _compiled(
         fill(model, everything, source, whole=False)
     for engine in made.engines():
         engine.watch.use_current_modules()
+    if parallelize is not None:
+        _shard(made, parallelize, mesh)
     return made
+
+
+def _shard(pipe: RankPipeline, parallelize: Callable[..., Any], mesh: DeviceMesh) -> None:
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        raise RankError("parallelize= has no replicas to shard over", remedy="init(pp=..., dp=2), say")
+    if len(pipe.engines()) > 1:
+        raise PlanError(
+            "the model takes another path in eval(), and FSDP shards for one program",
+            remedy="dp= without parallelize=, or a model with one path",
+        )
+    (engine,) = pipe.engines()
+    hub, plan = pipe._hub_of(engine), pipe.plan
+    halves = any(tape.halves for tape in engine.crew.tapes)
+    hub.sharded = sharded(pipe.own, parallelize, mesh["dp"], plan.schedule_name, halves=halves)
+    engine.watch.look_at(pipe.own)
+    engine.watch.use_current_modules()
 
 
 def _own(pipe: RankPipeline, engine: Engine) -> list[Stage]:

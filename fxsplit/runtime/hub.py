@@ -6,6 +6,7 @@ ranks and comes from them are instructions, too (`fxsplit.distributed.hub`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,12 @@ class Here:
 
     def begins(self, call: Call, tape: Tape) -> None:
         """A tape, or half of one, is about to be played."""
+
+    def accumulating(
+        self, call: Call, stage: int, micro_batch: int
+    ) -> contextlib.AbstractContextManager[None] | None:
+        """Around a backward of a stage whose parameters somebody else manages, who adds up their gradients; None for ours."""
+        return None
 
     def announced(self, call: Call, act: Act) -> Act:
         """`act`, so that whoever wants to know hears what is played."""

@@ -62,6 +62,9 @@ def backward(call: Call, instruction: Instruction) -> None:
     if roots and instruction.kind == "inputs" and call.is_halved(stage.index, i):
         first, early, late = input_half(roots, seeds, list(wanted.values()), list(weights.values()))
         found = [*first, *early]
+    elif roots and (others := call.how.hub.accumulating(call, stage.index, i)) is not None:
+        with others:
+            found = _accumulated(call, roots, seeds, every)
     elif roots and every:
         draws = (
             (stage.rng_state or call.how.compiled)
@@ -76,6 +79,17 @@ def backward(call: Call, instruction: Instruction) -> None:
             _check_gradients(call.how.anomaly, part, by_leaf)
         _hand_back(call, part, by_leaf)
         _give_weights(call, part, by_leaf, list(weights), late)
+
+
+def _accumulated(
+    call: Call, roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Into ``.grad``: hooks of parameters that are sharded sit there. Leaves of the call have none before and after."""
+    torch.autograd.backward(roots, seeds, retain_graph=call.keep_graph)
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
 
 
 class Leaves(dict[int, torch.Tensor]):
