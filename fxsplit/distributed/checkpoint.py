@@ -29,6 +29,7 @@ from ..files import read_text
 from ..graph.place import has_no_values
 from ..pipeline import Pipeline
 from .pipeline import RankPipeline
+from .sharding import is_sharded
 
 _LATEST = "latest"
 
@@ -110,17 +111,15 @@ def load(
         raise ArgumentError(
             "the model has no weights yet to load into", remedy="model.to_empty(device='cpu') before"
         )
-    state = _wanted(target, pipe, optimizer)
-
-    def read() -> None:
+    try:
+        state = _wanted(target, pipe, optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             read_checkpoint(
                 state, checkpoint_id=target, no_dist=True
             )  # each reads its own: nobody waits for others
-
-    try:
-        read()
+    except WeightsError:
+        raise
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise WeightsError(
             f"the checkpoint {target} cannot be read: {error}", remedy="another checkpoint"
@@ -136,7 +135,7 @@ def _state_of(pipe: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
         return state
     names = _names(pipe)
     for group, place in enumerate(optimizer.param_groups):
-        state[f"optimizer.group.{group}"] = {k: v for k, v in place.items() if k != "params"}
+        state.update({f"optimizer.group.{group}.{k}": v for k, v in place.items() if k != "params"})
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items():
             state[f"optimizer.state.{names[id(parameter)]}.{key}"] = value
@@ -154,6 +153,7 @@ def _wanted(target: Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | No
         WeightsError: the checkpoint lacks something, or has it in another shape.
     """
     saved = FileSystemReader(target).read_metadata().state_dict_metadata
+    parameters = dict(pipe.named_parameters())
     state: dict[str, Any] = {}
     for name, value in pipe.state_dict().items():
         found = saved.get(f"model.{name}")
@@ -171,17 +171,20 @@ def _wanted(target: Path, pipe: nn.Module, optimizer: torch.optim.Optimizer | No
                 remedy="the checkpoint of this model",
             )
         state[f"model.{name}"] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-    mine = {*_names(pipe).values()}
     for key, found in saved.items():
-        own = (
-            key.startswith("optimizer.state.")
-            and key.removeprefix("optimizer.state.").rpartition(".")[0] in mine
-        )
-        groups = key.startswith("optimizer.group.")
-        if key == f"random.{_replica(pipe)}" or (optimizer is not None and (own or groups)):
+        kind, _, rest = key.partition(".")
+        like = parameters.get(rest.removeprefix("state.").rpartition(".")[0])
+        if key == f"random.{_replica(pipe)}" or (
+            kind == "optimizer" and optimizer is not None and (like is not None or rest.startswith("group."))
+        ):
             state[key] = None
             if isinstance(found, TensorStorageMetadata):
-                state[key] = torch.empty(found.size, dtype=found.properties.dtype)
+                sharded = like is not None and is_sharded(like) and found.size == like.shape
+                state[key] = (
+                    torch.empty_like(like.detach(), dtype=found.properties.dtype)  # type: ignore[union-attr]
+                    if sharded
+                    else torch.empty(found.size, dtype=found.properties.dtype)
+                )
     return state
 
 
@@ -196,8 +199,9 @@ def _put(state: dict[str, Any], pipe: nn.Module, optimizer: torch.optim.Optimize
     ids = {p: n for n, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     groups = []
     for k, group in enumerate(optimizer.param_groups):
-        options = state.get(f"optimizer.group.{k}") or {n: v for n, v in group.items() if n != "params"}
-        groups.append({**options, "params": [ids[p] for p in group["params"]]})
+        start = f"optimizer.group.{k}."
+        options = {n.removeprefix(start): v for n, v in state.items() if n.startswith(start)}
+        groups.append({**group, **options, "params": [ids[p] for p in group["params"]]})
     entries: dict[int, dict[str, Any]] = {}
     for parameter, number in ids.items():
         start = f"optimizer.state.{names[id(parameter)]}."

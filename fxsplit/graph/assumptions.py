@@ -239,9 +239,7 @@ LOOKUPS: dict[str, Callable[[Lookup, Assumption], Seen]] = {
 
 
 def _hooks(lookup: Lookup) -> Seen:
-    return _counts(
-        {p: sum(len(getattr(m, table)) for table in HOOKS) for p, m in lookup.modules.items() if p}, "hook"
-    )
+    return _counts({p: _count_hooks(m) for p, m in lookup.modules.items() if p}, "hook")
 
 
 def _callbacks(lookup: Lookup) -> Seen:
@@ -339,8 +337,18 @@ def caller_now(what: str) -> Seen:
 _NOT_THERE = object()
 
 
+def _count_hooks(module: nn.Module) -> int:
+    """How many it has, beside those with which torch's FSDP brings its parameters together."""
+    every = [hook for table in HOOKS for hook in getattr(module, table).values()]
+    return sum(
+        not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in every
+    )
+
+
 def _class(module: Any) -> str:
-    return f"{type(module).__module__}:{type(module).__qualname__}"
+    """Its own: torch's FSDP makes a class over it, with the same forward."""
+    own = next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed.fsdp"))
+    return f"{own.__module__}:{own.__qualname__}"
 
 
 def read(owner: Any, name: str) -> Any:

@@ -114,7 +114,8 @@ class Surroundings:
                         return "the mode was changed (train() or eval() was called)"
                     if name is not None or module.__dict__.keys() != attributes.keys():
                         return self._said(module, name, attributes)
-                if not (_equal(module._parameters, parameters) and _equal(module._buffers, buffers)):
+                own = {} if is_sharded(module) else module._parameters
+                if not (_equal(own, parameters) and _equal(module._buffers, buffers)):
                     return f"{self._path(module)} was given another parameter or buffer"
         for module, attributes in self._attributes:
             names = changed_attributes(module, attributes)
@@ -154,7 +155,13 @@ _CACHES = ("_flat_weights", "_flat_weight_refs")
 def _tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Its parameters, its buffers, and its attributes, where it is not generated code."""
     attributes = {} if isinstance(module, GraphModule) else module.__dict__.copy()
-    return module._parameters.copy(), module._buffers.copy(), attributes
+    parameters = {} if is_sharded(module) else module._parameters.copy()
+    return parameters, module._buffers.copy(), attributes
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether torch's FSDP has its parameters: brings them together for a forward or backward, and takes them apart."""
+    return type(module).__module__.startswith("torch.distributed.fsdp")
 
 
 def is_torchs(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fxsplit
 import fxsplit.distributed as fd
@@ -198,3 +199,117 @@ def meets_a_fault(kind, stage, micro_batch, phase, schedule, file, pp):
     except BaseException as error:
         return type(error).__name__, str(error), time.time()
     return "no error", "", 0.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(17, 16), nn.Linear(16, 17)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        h = self.emb(x)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.head(h)
+
+
+def cross_entropy(out, target):
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def trained(pipe, opt, rows=slice(None), count=3, seed=9, clip=None):
+    """Losses of some steps on drawn batches, of which this replica has some rows."""
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(count):
+        x, y = torch.randint(0, 17, (12, 6)), torch.randint(0, 17, (12, 6))
+        losses.append(pipe.step(x[rows], target=y[rows], loss_fn=cross_entropy, reduction="mean"))
+        if clip is not None:
+            losses.append(pipe.clip_grad_norm_(clip))
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+class Eager:
+    """The plain model with the face of a pipeline."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, x, target, loss_fn, reduction):
+        loss = loss_fn(self.model(x), target)
+        loss.backward()
+        return loss.detach()
+
+    def clip_grad_norm_(self, norm):
+        return nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+
+def by_block(module, mesh):
+    """Layers are units of their own."""
+    fully_shard([m for m in module.modules() if isinstance(m, nn.Linear)], mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def is_sharded(plan, folder, blocks=False):
+    """FSDP2: ten steps of AdamW with clipping, as eager on the whole batch; saved and loaded."""
+    mesh = fd.init(pp=2, dp=2)
+    replica = mesh["dp"].get_local_rank()
+    rows = slice(6 * replica, 6 * replica + 6)
+    torch.manual_seed(0)
+    model = Net()
+    example = torch.zeros(6, 6, dtype=torch.long)
+    how = {"parallelize": by_block if blocks else fully_shard}
+
+    def made():
+        pipe = fd.compile(Net, plan, mesh, example_args=(example,), weights=model.state_dict(), **how)
+        return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2)
+
+    pipe, opt = made()
+    alone = Eager(copy.deepcopy(model))
+    other = torch.optim.AdamW(alone.model.parameters(), 1e-2)
+    found = trained(pipe, opt, rows, 10, clip=1.0)
+    expected = trained(alone, other, slice(None), 10, clip=1.0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    whole = alone.model.state_dict()
+    for name, p in pipe.named_parameters():
+        assert p.to_local().numel() < p.numel()
+        torch.testing.assert_close(p.detach().full_tensor(), whole[name], rtol=0, atol=1e-6)
+    fd.save(folder, pipe, opt, step=10)
+    dist.barrier()
+    more = trained(pipe, opt, rows, 2, seed=3)
+    pipe.close()
+    again, opt = made()
+    assert fd.load(folder, again, opt) == 10
+    assert all(map(torch.equal, trained(again, opt, rows, 2, seed=3), more))
+    again.close()
+
+
+def saves(folder, pp, dp, plan):
+    """Trains, saves, trains on; gives what the further steps gave, and all weights."""
+    mesh = fd.init(pp=pp, dp=dp)
+    torch.manual_seed(0)
+    weights = Net().state_dict()
+    example = torch.zeros(6, 6, dtype=torch.long)
+    pipe = fd.compile(Net, plan, mesh, example_args=(example,), weights=weights)
+    opt = torch.optim.AdamW(pipe.parameters(), 1e-2)
+    trained(pipe, opt)
+    fd.save(folder, pipe, opt, step=3)
+    losses = trained(pipe, opt, seed=5)
+    found = {name: p.detach() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return losses, found
+
+
+def goes_on(folder, pp, dp, plan):
+    """Loads and trains on."""
+    mesh = fd.init(pp=pp, dp=dp)
+    pipe = fd.compile(Net, plan, mesh, example_args=(torch.zeros(6, 6, dtype=torch.long),))
+    opt = torch.optim.AdamW(pipe.parameters(), 1.0)
+    assert fd.load(folder, pipe, opt) == 3
+    losses = trained(pipe, opt, seed=5)
+    found = {name: p.detach() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return losses, found
