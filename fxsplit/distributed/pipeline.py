@@ -21,7 +21,7 @@ from ..batch.merge import split_gradients
 from ..compat import TreeSpec, not_traced, parameter_hooks_silenced, tree_unflatten
 from ..errors import ArgumentError, FxsplitError, PlanError, RankError
 from ..graph.ir import Stage
-from ..graph.place import has_no_values
+from ..graph.place import has_no_values, tensors_of
 from ..loss.check import check_differentiable
 from ..loss.inside import LossInside
 from ..loss.losses import beside, check_loss, check_loss_fn
@@ -33,7 +33,7 @@ from ..runtime.engine import Batch, Engine
 from ..runtime.guarded import Guarded, buffers_as_before
 from ..runtime.reentry import computing_for
 from ..weights.fill import fill
-from ..weights.initial import initial
+from ..weights.replayed import Recording, recorded
 from ..weights.sources import source_of
 from .channel import Channel
 from .hub import RankHub, ranks_of_stages
@@ -480,8 +480,8 @@ def compile(
         example_args, example_kwargs: one call; the same on every rank.
         parallelize: called with the module of each stage of this rank and ``mesh=mesh["dp"]``, when it has its weights:
             ``torch.distributed.fsdp.fully_shard``, or a function that calls it. Without, each replica has whole parameters.
-        weights: as of `fxsplit.compile`; a rank reads those of its stages. Without, modules initialize themselves, each
-            from a seed that rank 0 draws and its path alone: in any number of stages the same.
+        weights: as of `fxsplit.compile`; a rank reads those of its stages. Without, they are those that `make_model` makes
+            in one process after the same ``torch.manual_seed``.
         leaf_modules, tracer: as of `fxsplit.compile`.
 
     Raises:
@@ -516,8 +516,7 @@ def _compiled(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = mesh["pp"].size()
-    with torch.device("meta"):
-        model = make_model()
+    model, recording = recorded(make_model)
     if not has_no_values(model):
         raise ArgumentError(
             "make_model made a model that has weights already",
@@ -539,8 +538,8 @@ def _compiled(
         )
     made = RankPipeline.of(pipe, mesh, device)
     _compare(made, plan)
-    source = source_of(weights) if weights is not None else initial(model, _base_seed(made))
     everything = [stage for engine in made.engines() for stage in _own(made, engine)]
+    source = source_of(weights if weights is not None else _made(made, recording, everything))
     with torch.inference_mode(False), torch.no_grad():
         fill(model, everything, source, whole=False)
     for engine in made.engines():
@@ -641,8 +640,29 @@ def _compare(pipe: RankPipeline, plan: Plan) -> None:
             )
 
 
-def _base_seed(pipe: RankPipeline) -> int:
-    """One number, drawn by the first rank."""
-    drawn = [int(torch.randint(0, 2**62, (), device="cpu").item())]
-    pipe._channel.awaited(lambda: dist.broadcast_object_list(drawn, src=0), "the seed of the weights")
-    return drawn[0]
+def _made(pipe: RankPipeline, recording: Recording, own: Sequence[Stage]) -> dict[str, torch.Tensor]:
+    """The weights of some stages as `make_model` makes them in one process, from the random numbers of the first rank.
+
+    A rank whose generator is in the same state, as it is after the same ``torch.manual_seed``, has drawn them, then.
+    """
+    before = torch.get_rng_state()
+    numbers = before.clone()
+    first = dist.get_process_group_ranks(dist.group.WORLD)[0]
+    pipe._channel.awaited(lambda: dist.broadcast(numbers, first), "the random numbers of the weights")
+    names = [name for holder in _names_read(pipe.model, own) for name in holder]
+    torch.set_rng_state(numbers)
+    try:
+        return recording.replayed(pipe.model, {*names})
+    finally:
+        if not torch.equal(before, numbers):
+            torch.set_rng_state(before)
+
+
+def _names_read(model: nn.Module, stages: Sequence[Stage]) -> Iterator[list[str]]:
+    """Per tensor that some stages have, its names."""
+    read = {id(getattr(holder, kind)[key]) for s in stages for holder, kind, key in tensors_of(model, s)}
+    names: dict[int, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    yield from (row for key, row in names.items() if key in read)

@@ -29,7 +29,7 @@ def computed(model: nn.Module, module: nn.Module, names: Sequence[str]) -> dict[
     size = sum(p.numel() * p.element_size() for p in module._parameters.values() if p is not None)
     if size > _LARGEST:
         return found
-    for initialize in ways_to_initialize(model):
+    for initialize in _ways(model):
         left = [name for name in names if name not in found]
         if not left:
             break
@@ -45,8 +45,7 @@ def computed(model: nn.Module, module: nn.Module, names: Sequence[str]) -> dict[
     return found
 
 
-def ways_to_initialize(model: nn.Module) -> list[Callable[[Any], object]]:
-    """How a module may be asked to initialize itself."""
+def _ways(model: nn.Module) -> list[Callable[[Any], object]]:
     ways: list[Callable[[Any], object]] = [
         lambda module: module.reset_buffers(),
         lambda module: module.reset_parameters(),

@@ -133,17 +133,43 @@ def averages(name, plan, rows=8, count=3):
     pipe.close()
 
 
+class Initialized(nn.Module):
+    """Its constructor initializes weights in its own ways; some are drawn twice, cut out, or made of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False)
+        self.scale = nn.Parameter(torch.randn(8).abs() + 0.5)
+        self.register_buffer("steps", 1.0 / 10 ** (torch.arange(0, 8) / 8), persistent=False)
+        for k, layer in enumerate(self.layers):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.orthogonal_(layer.weight) if k == 1 else None
+            with torch.no_grad():
+                layer.bias[2:4] = k
+        self.head.weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale * self.steps
+        return self.head(self.norm(x))
+
+
 def with_own_weights(plan):
-    """Without weights=, the modules initialize themselves: the same in any number of stages."""
-    mesh = fd.init(pp=dist.get_world_size() if dist.is_initialized() else 2)
+    """Without weights=: what the constructor makes in one process; the generator is then where it is then."""
+    mesh = fd.init(pp=2)
     x = torch.zeros(4, 8)
     torch.manual_seed(5)
-    pipe = fd.compile(
-        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), plan, mesh, example_args=(x,)
-    )
-    found = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    pipe = fd.compile(Initialized, plan, mesh, example_args=(x,))
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    model = Initialized()
+    assert torch.equal(torch.rand(3), after)
+    whole = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found = {**dict(pipe.named_parameters(remove_duplicate=False)), **dict(pipe.named_buffers())}
+    assert all(torch.equal(found[name], whole[name]) for name in found)
     pipe.close()
-    return found
+    return sorted(found)
 
 
 def norms(plan):
