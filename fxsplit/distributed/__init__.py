@@ -9,10 +9,12 @@ torchrun, process groups, DeviceMesh and distributed checkpoints are torch's own
     hub       what a rank plays of a tape      the other side of the seam in `fxsplit.runtime.hub`
     pipeline  what `compile` returns           the same face as in one process
     checkpoint  save, load                     under the model's FQNs, for any number of stages and ranks
+    bridge    torch_pipelining                 the same stages for torch.distributed.pipelining's training loop
 """
 
+from .bridge import torch_pipelining
 from .checkpoint import load, save
 from .mesh import init
 from .pipeline import RankPipeline, compile
 
-__all__ = ["RankPipeline", "compile", "init", "load", "save"]
+__all__ = ["RankPipeline", "compile", "init", "load", "save", "torch_pipelining"]

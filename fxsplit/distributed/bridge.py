@@ -1,0 +1,361 @@
+"""Stages for the training loop of torch.distributed.pipelining (TDP), where TDP computes them rightly.
+
+TDP's stages are a chain: each sends its outputs to the next one only. So what skips stages is relayed by those between.
+TDP is told the sizes of what travels, and needs no forward of its own to find them out, which would count in BatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..compat import tree_leaves, tree_unflatten
+from ..errors import ArgumentError, PlanError, RankError
+from ..graph.flow import parameter_chains
+from ..graph.ir import Program, Stage, Traced
+from ..pipeline import Pipeline
+from .pipeline import RankPipeline
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+Values = Mapping[str, torch.Tensor]
+
+
+class Relay(nn.Module):
+    """A stage as TDP calls it: what comes over the cut before it, to what goes over the cut behind it.
+
+    Its parameters and buffers have the model's FQNs; they are the model's own.
+
+    Args:
+        takes: names of the values that come; of the first stage the model's inputs.
+        gives: what has to leave, as far as it is known: name → a tensor on ``meta``.
+    """
+
+    _at: tuple[Stage, Traced, Sequence[str], Values, Sequence[Any] | None]
+
+    def __init__(self, stage: Stage, pipe: Pipeline, takes: Sequence[str], gives: Values) -> None:
+        super().__init__()
+        results = pipe.program.outputs[: pipe.traced.out_spec.num_leaves]
+        last = stage is pipe.program.stages[-1]
+        self.__dict__["_at"] = stage, pipe.traced, takes, gives, results if last else None
+        for local, fqn in sorted(stage.paths.items(), key=lambda item: item[1].count(".")):
+            _hang(self, fqn, getattr(stage.module, local), stage.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What TDP sends on; of the last stage the model's output.
+
+        Raises:
+            ArgumentError: a micro-batch is not like the example's, or what had no gradient has one now.
+        """
+        stage, traced, takes, gives, results = self._at
+        # TDP gives the keyword arguments of a step to every stage of a rank.
+        given = traced.signature.flatten(args, kwargs) if stage.index == 0 else args
+        values: dict[str, torch.Tensor] = dict(zip(takes, given, strict=True))
+        values |= _computed(stage, [_edge(values[name]) for name in stage.inputs])
+        if results is not None:
+            return tree_unflatten([values[name] for name in results], traced.out_spec)
+        found = {name: _edge(values[name].contiguous()) for name in gives}
+        for name, value in found.items():
+            _check_like(name, value, gives[name], stage)
+        return tuple(found.values())
+
+
+class _Edge(torch.autograd.Function):
+    """The same values. Each reader adds up its own gradients, as in one process, and TDP wants them contiguous.
+
+    A result that is no view, too: TDP detaches it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+def _edge(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Edge.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
+    return found
+
+
+def _computed(stage: Stage, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None) -> Any:
+    found = (call or stage.module)(*inputs)
+    return dict(zip(stage.outputs, (found,) if len(stage.outputs) == 1 else found or (), strict=True))
+
+
+def _check_like(name: str, value: torch.Tensor, known: torch.Tensor, stage: Stage) -> None:
+    """TDP has buffers for what was said: gloo takes anything else without a word, and gradients are dropped."""
+    if (value.shape, value.dtype) != (known.shape, known.dtype):
+        raise ArgumentError(
+            f"{name} is {value.dtype} {list(value.shape)}, and the next stage waits for {known.dtype} {list(known.shape)}",
+            where=f"stage {stage.index}",
+            remedy="batches as large as the example, such as DataLoader(..., drop_last=True)",
+        )
+    if value.requires_grad and not known.requires_grad:
+        raise ArgumentError(
+            f"{name} needs a gradient, which torch.distributed.pipelining would drop: it did not need one before",
+            where=f"stage {stage.index}",
+            remedy="call torch_pipelining again after requires_grad_(); inputs of the model have no gradient here",
+        )
+
+
+def _hang(root: nn.Module, fqn: str, value: Any, holder: nn.Module) -> None:
+    """A module, parameter or buffer under its FQN, with empty modules above it."""
+    *above, leaf = fqn.split(".")
+    for name in above:
+        root = root._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+    if isinstance(value, nn.Module):
+        root._modules[leaf] = value
+    elif isinstance(value, nn.Parameter):
+        root._parameters.setdefault(leaf, value)
+    elif isinstance(value, torch.Tensor) and any(value is b for b in holder._buffers.values()):
+        root._buffers.setdefault(leaf, value)
+
+
+def torch_pipelining(
+    pipe: Pipeline,
+    mesh: DeviceMesh,
+    schedule: str | type[Any] = "Schedule1F1B",
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    scale_grads: bool = True,
+) -> tuple[list[PipelineStage], Any]:
+    """This rank's stages and a schedule of torch.distributed.pipelining, for who has its training loop.
+
+    Every rank calls ``schedule.step``: the first with the model's arguments, the last with ``target=``. Micro-batches are
+    ``plan.micro_batches``, all of one size, that of the example; the plan's own schedule is not played. Dropout draws
+    from each rank's own generator. Replicas of the pipeline are the caller's to average.
+
+    Args:
+        pipe: of `fxsplit.compile` or `fxsplit.distributed.compile`.
+        mesh: with a dimension ``"pp"``.
+        schedule: a schedule class of torch.distributed.pipelining, or its name: ``"ScheduleGPipe"``, ``"1f1b"``.
+        loss_fn: ``loss_fn(output, target)`` of a micro-batch; without, there is no backward.
+        scale_grads: whether gradients are divided by the number of micro-batches, as a loss that is a mean wants it.
+
+    Raises:
+        PlanError: names what torch.distributed.pipelining does not do, or computes wrongly.
+        RankError: the mesh has no dimension ``"pp"``.
+    """
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise RankError("the mesh has no dimension 'pp'", remedy="mesh = fxsplit.distributed.init(pp=2)")
+    kind = _class_of(schedule)
+    _check_plan(pipe)
+    _check_model(pipe)
+    ranks, group = mesh["pp"].size(), mesh.get_group("pp")
+    several = issubclass(kind, PipelineScheduleMulti)
+    rank_of = _ranks_of(pipe, kind, several, ranks)
+    _check_devices(pipe, mesh, rank_of, here := mesh.get_local_rank("pp"))
+    values = _sizes(pipe)
+    cuts = _cuts(pipe.program)
+    stages = []
+    for stage in pipe.stages:
+        if rank_of[stage.index] == here:
+            takes, gives = cuts[stage.index], {name: values[name] for name in cuts[stage.index + 1]}
+            stages.append(
+                PipelineStage(
+                    Relay(stage, pipe, takes, gives),
+                    stage.index,
+                    len(pipe),
+                    stage.device,
+                    input_args=tuple(values[name] for name in takes),
+                    output_args=tuple(gives.values()),
+                    group=group,
+                )
+            )
+    n = pipe.plan.micro_batches
+    return stages, kind(stages if several else stages[0], n, loss_fn=loss_fn, scale_grads=scale_grads)
+
+
+def _class_of(schedule: str | type[Any]) -> type[Any]:
+    from torch.distributed.pipelining import schedules
+
+    if not isinstance(schedule, str):
+        return schedule
+    try:
+        return schedules.get_schedule_class(schedule.removeprefix("Schedule"))
+    except ValueError as error:
+        raise PlanError(
+            f"schedule={schedule!r} is none of torch.distributed.pipelining's: {error}",
+            remedy='"1f1b", "gpipe", "ScheduleInterleaved1F1B", or the class itself',
+        ) from None
+
+
+def _cuts(program: Program) -> list[tuple[str, ...]]:
+    """What comes to each stage, and at the end what the model gives: all that is made before and read behind."""
+    made, readers, results = program.producers(), program.readers(), program.outputs
+    cuts = [program.inputs]
+    for k in range(1, len(program.stages)):
+        cuts.append(
+            tuple(v for v in made if made[v] < k and (v in results or any(r >= k for r in readers[v])))
+        )
+    return [*cuts, tuple(v for v in results if isinstance(v, str))]
+
+
+def _sizes(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """Every value of a micro-batch as a tensor on ``meta``, by what the stages make of sizes alone.
+
+    Raises:
+        PlanError: a stage asks for values, or hands on what is no tensor.
+    """
+    split = pipe.dims.split(pipe.example, [_rows(pipe)] * pipe.plan.micro_batches)[0]
+    with torch.device("meta"):
+        found = {
+            name: torch.empty(x.shape, dtype=x.dtype)
+            for name, x in zip(pipe.program.inputs, split, strict=True)
+        }
+    for stage in pipe.stages:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            own = {
+                name: _like(t, stage)
+                for name, t in (*stage.module.named_parameters(), *stage.module.named_buffers())
+            }
+            call = _with(stage.module, own)
+            try:
+                made = _computed(stage, [_like(found[name], stage) for name in stage.inputs], call)
+            except Exception as error:  # whatever the model's code raises
+                raise _refusal(
+                    f"the sizes that stage {stage.index} gives are not known without values: {str(error).splitlines()[0]}",
+                    _span(stage),
+                    "sends sizes along with values",
+                ) from error
+        for name, value in made.items():
+            if not isinstance(value, torch.Tensor):
+                raise _refusal(
+                    f"{name} is {type(value).__name__} and goes over a cut, where torch.distributed.pipelining has "
+                    "tensors only",
+                    _span(stage),
+                    "sends None and numbers, too",
+                )
+            found[name] = torch.empty(
+                value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad
+            )
+    return found
+
+
+def _with(module: nn.Module, tensors: Values) -> Callable[..., Any]:
+    return lambda *inputs: torch.func.functional_call(module, dict(tensors), inputs)
+
+
+def _like(x: torch.Tensor, stage: Stage) -> torch.Tensor:
+    return torch.empty_strided(
+        x.shape, x.stride(), dtype=x.dtype, device=stage.device, requires_grad=x.requires_grad
+    )
+
+
+def _rows(pipe: Pipeline) -> int:
+    """Of a micro-batch; without a batch, 0: there is one micro-batch then."""
+    return (pipe.dims.batch_size(pipe.example) or 0) // pipe.plan.micro_batches
+
+
+def _refusal(what: str, where: str | None, does: str) -> PlanError:
+    return PlanError(what, where=where, remedy=f"fxsplit.distributed.compile and pipe.step, which {does}")
+
+
+def _span(stage: Stage) -> str:
+    return f"stage {stage.index}, {' … '.join(dict.fromkeys(stage.modules)) or 'the model'}"
+
+
+def _check_plan(pipe: Pipeline) -> None:
+    plan, batch = pipe.plan, pipe.dims.batch_size(pipe.example)
+    uneven = plan.micro_batches > 1 and (not batch or batch % plan.micro_batches)
+    for asked, what, does in (
+        (
+            uneven,
+            f"{batch} rows do not make {plan.micro_batches} micro-batches of one size, and its buffers have one size",
+            "splits any batch",
+        ),
+        (plan.checkpoint.anything, "checkpoint= is not kept: nothing is computed again", "does so"),
+        (any(len(s.row) > 1 for s in pipe.stages), "replicas= are not played", "has init(pp=..., dp=...)"),
+        (plan.offload, "offload=True is not kept: parameters stay where they are", "has more ranks"),
+        (plan.sync_batch_norm, "sync_batch_norm= is not kept", "has deferred_batch_norm="),
+        (plan.deferred_batch_norm, "deferred_batch_norm= is not kept", "updates statistics once a batch"),
+        (plan.detect_anomaly is not None, "detect_anomaly= is not kept", "looks for them"),
+    ):
+        if asked:
+            raise _refusal(f"torch.distributed.pipelining: {what}", None, does)
+
+
+def _check_model(pipe: Pipeline) -> None:
+    for what, where, does in _wrong(pipe):
+        raise _refusal(what, where, does)
+
+
+def _wrong(pipe: Pipeline) -> Iterator[tuple[str, str | None, str]]:
+    """What torch.distributed.pipelining would compute wrongly, or fail at."""
+    for fqn, chain in parameter_chains(pipe.program).items():
+        if len(chain) > 1:
+            yield (
+                f"stages {', '.join(map(str, chain))} share {fqn}: torch.distributed.pipelining gives each its own part "
+                "of the gradient",
+                fqn,
+                "adds them up",
+            )
+    if pipe.traced.other_mode is not None:
+        yield "the model takes another path in eval()", None, "has a program for each mode"
+    for stage in pipe.stages:
+        if stage.stateful:
+            yield "a stage changes what is no buffer", ", ".join(stage.changes), "knows when it does so"
+    for name, dim in zip(pipe.dims.names, pipe.dims.dims, strict=True):
+        if dim != 0 and pipe.plan.micro_batches > 1:
+            how = "is not split" if dim is None else f"has its rows in dimension {dim}"
+            yield f"torch.distributed.pipelining splits dimension 0, and {name} {how}", name, "knows that"
+    for k, (merge, value) in enumerate(zip(pipe.merges, pipe.program.outputs, strict=False)):
+        if not isinstance(value, str) or (
+            pipe.plan.micro_batches > 1 and (merge.how, merge.dim) != ("rows", 0)
+        ):
+            yield (
+                f"output {k} of the model is no tensor with rows in dimension 0",
+                str(value) if isinstance(value, str) else repr(value[0]),
+                "merges micro-batches as the model would",
+            )
+    spec = pipe.traced.out_spec
+    nested = tree_unflatten([0] * spec.num_leaves, spec)
+    if type(nested) not in (int, tuple, list) or (nested != 0 and set(map(type, nested)) != {int}):
+        yield (
+            "the model gives something else than a tensor, or a tuple or list of them",
+            f"it gives {type(nested).__name__}",
+            "takes any structure",
+        )
+
+
+def _ranks_of(pipe: Pipeline, kind: type[Any], several: bool, ranks: int) -> Sequence[int]:
+    """Stage → rank, as the schedule wants it."""
+    from torch.distributed.pipelining import schedules
+
+    stages = len(pipe)
+    if (not several and stages != ranks) or stages % ranks:
+        raise PlanError(
+            f"{kind.__name__} has {'equally many stages' if several else 'one stage'} on each rank: {stages} stages do "
+            f"not go on {ranks} ranks",
+            remedy=f"Plan(stages={ranks}), or ScheduleInterleaved1F1B with a multiple of {ranks}",
+        )
+    is_v = issubclass(kind, schedules.ScheduleZBVZeroBubble | schedules.ScheduleDualPipeV)
+    found = [s % ranks for s in range(stages)]
+    if is_v:
+        found = [s % ranks if s // ranks % 2 == 0 else ranks - 1 - s % ranks for s in range(stages)]
+    if isinstance(pipe, RankPipeline) and list(pipe.rank_of) != found:
+        raise PlanError(
+            f"{kind.__name__} wants stages on ranks {found}, and this pipeline has them on {list(pipe.rank_of)}",
+            remedy='Plan(schedule="interleaved_1f1b", workers=...), or fxsplit.compile on every rank',
+        )
+    return found
+
+
+def _check_devices(pipe: Pipeline, mesh: DeviceMesh, rank_of: Sequence[int], here: int) -> None:
+    for stage in pipe.stages:
+        if rank_of[stage.index] == here and stage.device.type != mesh.device_type:
+            raise _refusal(
+                f"{stage.device} is not the mesh's {mesh.device_type}", _span(stage), "places stages"
+            )

@@ -1,0 +1,108 @@
+"""What ranks are told to do with torch.distributed.pipelining."""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import fxsplit
+import fxsplit.distributed as fd
+from fxsplit import Plan
+from tests import models
+
+RATE = {"lr": 0.01, "momentum": 0.9}
+
+
+class Skips(nn.Module):
+    """A mask, numbers and an early output go past stages; a bias that no input leads to."""
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x, mask, classes):
+        early = torch.tanh(self.layers[0](x))
+        x = early
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x).t()).t() * self.scale.exp() if layer is self.layers[2] else layer(x))
+            x = x * mask + F.one_hot(classes, 8)
+        return x + early, early
+
+
+def untied():
+    model, batch = models.build("gpt")
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model, batch
+
+
+def mlp():
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh()))), lambda n: (torch.randn(n, 8),)
+
+
+def skips():
+    return Skips(), lambda n: (torch.randn(n, 8), torch.rand(n, 8) > 0.3, torch.randint(8, (n,)))
+
+
+MADE = {"gpt": untied, "mlp": mlp, "skips": skips}
+
+
+def built(name):
+    torch.manual_seed(0)
+    return MADE[name]() if name in MADE else models.build(name)
+
+
+def loss_of(out, target):
+    return sum((o - target.view(-1, *[1] * (o.dim() - 1))).square().mean() for o in torch.utils._pytree.tree_leaves(out))
+
+
+def example(name, rows):
+    model, batch = built(name)
+    torch.manual_seed(1)
+    return model, batch(rows)
+
+
+def equals_one_process(name, plan, schedule, rows=8, count=3, over_ranks=False, exactly=True):
+    """Losses, outputs, parameters and buffers are those of fxsplit in one process."""
+    mesh = fd.init(pp=2)
+    model, args = example(name, rows)
+    target = torch.linspace(-1, 1, rows)
+    one = fxsplit.compile(copy.deepcopy(model), plan, example_args=args)
+    if over_ranks:
+        make = functools.partial(lambda n: built(n)[0], name)
+        pipe = fd.compile(make, plan, mesh, example_args=args, weights=model.state_dict())
+    else:
+        pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=args)
+    stages, played = fd.torch_pipelining(pipe, mesh, schedule, loss_fn=loss_of)
+    close = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-4, "atol": 1e-6}
+    opt = torch.optim.SGD([p for s in stages for p in s.submod.parameters()], **RATE)
+    optim = torch.optim.SGD(one.parameters(), **RATE)
+    first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+    for _ in range(count):
+        opt.zero_grad(), optim.zero_grad()
+        expected, outputs = one.step_with_output(*args, target=target, loss_fn=loss_of, reduction="mean") if hasattr(one, "step_with_output") else (one.step(*args, target=target, loss_fn=loss_of, reduction="mean"), None)
+        losses = []
+        played.step(*(args if first else ()), target=target if last else None, losses=losses if last else None)
+        if last:
+            torch.testing.assert_close(torch.stack(losses).mean(), expected, rtol=1e-5, atol=1e-7)
+        opt.step(), optim.step()
+    whole = one.state_dict()
+    worst = 0.0
+    found = {}
+    for stage in stages:
+        state = stage.submod.state_dict()
+        found |= state
+        for key, value in state.items():
+            worst = max(worst, (value.double() - whole[key].double()).abs().max().item())
+            torch.testing.assert_close(value, whole[key], **close, msg=lambda m, key=key: f"{key}: {m}")
+    grads = dict(one.named_parameters())
+    for stage in stages:
+        for key, p in stage.submod.named_parameters():
+            assert (p.grad is None) == (grads[key].grad is None), key
+    if over_ranks:
+        pipe.close()
+    return worst, sorted(found)
