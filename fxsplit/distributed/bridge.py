@@ -19,6 +19,7 @@ from ..errors import ArgumentError, PlanError, RankError
 from ..graph.flow import parameter_chains
 from ..graph.ir import Program, Stage, Traced
 from ..pipeline import Pipeline
+from ..plan.checkpoint import Checkpoint
 from .pipeline import RankPipeline
 
 if TYPE_CHECKING:
@@ -34,16 +35,26 @@ class Relay(nn.Module):
 
     Args:
         takes: names of the values that come; of the first stage the model's inputs.
-        gives: what has to leave, as far as it is known: name → a tensor on ``meta``.
+        known: value → a tensor on ``meta``; or what it always is, if it is no tensor.
+        gives: names of the values that leave.
     """
 
-    _at: tuple[Stage, Traced, Sequence[str], Values, Sequence[Any] | None]
+    _at: tuple[Stage, Traced, Sequence[str], Sequence[str], Sequence[Any] | None]
+    _known: Mapping[str, Any]
 
-    def __init__(self, stage: Stage, pipe: Pipeline, takes: Sequence[str], gives: Values) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        pipe: Pipeline,
+        known: Mapping[str, Any],
+        takes: Sequence[str],
+        gives: Sequence[str],
+    ) -> None:
         super().__init__()
         results = pipe.program.outputs[: pipe.traced.out_spec.num_leaves]
         last = stage is pipe.program.stages[-1]
         self.__dict__["_at"] = stage, pipe.traced, takes, gives, results if last else None
+        self.__dict__["_known"] = known
         for local, fqn in sorted(stage.paths.items(), key=lambda item: item[1].count(".")):
             _hang(self, fqn, getattr(stage.module, local), stage.module)
 
@@ -56,14 +67,15 @@ class Relay(nn.Module):
         stage, traced, takes, gives, results = self._at
         # TDP gives the keyword arguments of a step to every stage of a rank.
         given = traced.signature.flatten(args, kwargs) if stage.index == 0 else args
-        values: dict[str, torch.Tensor] = dict(zip(takes, given, strict=True))
-        values |= _computed(stage, [_edge(values[name]) for name in stage.inputs])
+        values: dict[str, Any] = {**self._known, **dict(zip(takes, given, strict=True))}
+        for name, value in _computed(stage, [_edge(values[name]) for name in stage.inputs]).items():
+            _check_like(name, value, self._known[name], stage)
+            values[name] = value
         if results is not None:
             return tree_unflatten([values[name] for name in results], traced.out_spec)
-        found = {name: _edge(values[name].contiguous()) for name in gives}
-        for name, value in found.items():
-            _check_like(name, value, gives[name], stage)
-        return tuple(found.values())
+        for name in gives:  # what is relayed, too: arguments may differ
+            _check_like(name, values[name], self._known[name], stage)
+        return tuple(_edge(values[name].contiguous()) for name in gives)
 
 
 class _Edge(torch.autograd.Function):
@@ -77,13 +89,12 @@ class _Edge(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.contiguous()
 
 
-def _edge(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Edge.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
-    return found
+def _edge(x: Any) -> Any:
+    return _Edge.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 def _computed(stage: Stage, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None) -> Any:
@@ -91,8 +102,16 @@ def _computed(stage: Stage, inputs: Sequence[torch.Tensor], call: Callable[..., 
     return dict(zip(stage.outputs, (found,) if len(stage.outputs) == 1 else found or (), strict=True))
 
 
-def _check_like(name: str, value: torch.Tensor, known: torch.Tensor, stage: Stage) -> None:
+def _check_like(name: str, value: Any, known: Any, stage: Stage) -> None:
     """TDP has buffers for what was said: gloo takes anything else without a word, and gradients are dropped."""
+    if not isinstance(known, torch.Tensor):
+        if value is not known and value != known:
+            raise ArgumentError(
+                f"{name} is {value!r}, and was {known!r}: torch.distributed.pipelining hands on tensors only",
+                where=f"stage {stage.index}",
+                remedy="call torch_pipelining again after train() or eval()",
+            )
+        return
     if (value.shape, value.dtype) != (known.shape, known.dtype):
         raise ArgumentError(
             f"{name} is {value.dtype} {list(value.shape)}, and the next stage waits for {known.dtype} {list(known.shape)}",
@@ -158,19 +177,19 @@ def torch_pipelining(
     rank_of = _ranks_of(pipe, kind, several, ranks)
     _check_devices(pipe, mesh, rank_of, here := mesh.get_local_rank("pp"))
     values = _sizes(pipe)
-    cuts = _cuts(pipe.program)
+    cuts = _cuts(pipe.program, values)
     stages = []
     for stage in pipe.stages:
         if rank_of[stage.index] == here:
-            takes, gives = cuts[stage.index], {name: values[name] for name in cuts[stage.index + 1]}
+            takes, gives = cuts[stage.index : stage.index + 2]
             stages.append(
                 PipelineStage(
-                    Relay(stage, pipe, takes, gives),
+                    Relay(stage, pipe, values, takes, gives),
                     stage.index,
                     len(pipe),
                     stage.device,
                     input_args=tuple(values[name] for name in takes),
-                    output_args=tuple(gives.values()),
+                    output_args=tuple(values[name] for name in gives),
                     group=group,
                 )
             )
@@ -184,34 +203,36 @@ def _class_of(schedule: str | type[Any]) -> type[Any]:
     if not isinstance(schedule, str):
         return schedule
     try:
-        return schedules.get_schedule_class(schedule.removeprefix("Schedule"))
+        found: type[Any] = schedules.get_schedule_class(schedule.removeprefix("Schedule"))
     except ValueError as error:
         raise PlanError(
             f"schedule={schedule!r} is none of torch.distributed.pipelining's: {error}",
             remedy='"1f1b", "gpipe", "ScheduleInterleaved1F1B", or the class itself',
         ) from None
+    return found
 
 
-def _cuts(program: Program) -> list[tuple[str, ...]]:
-    """What comes to each stage, and at the end what the model gives: all that is made before and read behind."""
+def _cuts(program: Program, known: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The tensors that come to each stage, and at the end those that the model gives: made before, and read behind."""
     made, readers, results = program.producers(), program.readers(), program.outputs
+    tensors = [v for v in made if isinstance(known[v], torch.Tensor)]
     cuts = [program.inputs]
     for k in range(1, len(program.stages)):
         cuts.append(
-            tuple(v for v in made if made[v] < k and (v in results or any(r >= k for r in readers[v])))
+            tuple(v for v in tensors if made[v] < k and (v in results or any(r >= k for r in readers[v])))
         )
     return [*cuts, tuple(v for v in results if isinstance(v, str))]
 
 
-def _sizes(pipe: Pipeline) -> dict[str, torch.Tensor]:
-    """Every value of a micro-batch as a tensor on ``meta``, by what the stages make of sizes alone.
+def _sizes(pipe: Pipeline) -> dict[str, Any]:
+    """Every value of a micro-batch: a tensor on ``meta``, or what it is if it is no tensor; by what sizes alone come to.
 
     Raises:
         PlanError: a stage asks for values, or hands on what is no tensor.
     """
     split = pipe.dims.split(pipe.example, [_rows(pipe)] * pipe.plan.micro_batches)[0]
     with torch.device("meta"):
-        found = {
+        found: dict[str, Any] = {
             name: torch.empty(x.shape, dtype=x.dtype)
             for name, x in zip(pipe.program.inputs, split, strict=True)
         }
@@ -231,16 +252,16 @@ def _sizes(pipe: Pipeline) -> dict[str, torch.Tensor]:
                     "sends sizes along with values",
                 ) from error
         for name, value in made.items():
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                grad = value.requires_grad
+                value = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grad)
+            elif any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
                 raise _refusal(
-                    f"{name} is {type(value).__name__} and goes over a cut, where torch.distributed.pipelining has "
-                    "tensors only",
+                    f"{name} is {type(value).__name__} with tensors inside, and goes over a cut",
                     _span(stage),
-                    "sends None and numbers, too",
+                    "sends any structure",
                 )
-            found[name] = torch.empty(
-                value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad
-            )
+            found[name] = value
     return found
 
 
@@ -248,7 +269,9 @@ def _with(module: nn.Module, tensors: Values) -> Callable[..., Any]:
     return lambda *inputs: torch.func.functional_call(module, dict(tensors), inputs)
 
 
-def _like(x: torch.Tensor, stage: Stage) -> torch.Tensor:
+def _like(x: Any, stage: Stage) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
     return torch.empty_strided(
         x.shape, x.stride(), dtype=x.dtype, device=stage.device, requires_grad=x.requires_grad
     )
@@ -276,7 +299,11 @@ def _check_plan(pipe: Pipeline) -> None:
             f"{batch} rows do not make {plan.micro_batches} micro-batches of one size, and its buffers have one size",
             "splits any batch",
         ),
-        (plan.checkpoint.anything, "checkpoint= is not kept: nothing is computed again", "does so"),
+        (
+            Checkpoint.of(plan.checkpoint).anything,
+            "checkpoint= is not kept: nothing is computed again",
+            "does so",
+        ),
         (any(len(s.row) > 1 for s in pipe.stages), "replicas= are not played", "has init(pp=..., dp=...)"),
         (plan.offload, "offload=True is not kept: parameters stay where they are", "has more ranks"),
         (plan.sync_batch_norm, "sync_batch_norm= is not kept", "has deferred_batch_norm="),
