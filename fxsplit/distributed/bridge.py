@@ -68,33 +68,48 @@ class Relay(nn.Module):
         # TDP gives the keyword arguments of a step to every stage of a rank.
         given = traced.signature.flatten(args, kwargs) if stage.index == 0 else args
         values: dict[str, Any] = {**self._known, **dict(zip(takes, given, strict=True))}
-        for name, value in _computed(stage, [_edge(values[name]) for name in stage.inputs]).items():
+        read = [_edge([values[name]])[0] for name in stage.inputs]
+        for name, value in _computed(stage, read).items():
             _check_like(name, value, self._known[name], stage)
             values[name] = value
         if results is not None:
             return tree_unflatten([values[name] for name in results], traced.out_spec)
         for name in gives:  # what is relayed, too: arguments may differ
             _check_like(name, values[name], self._known[name], stage)
-        return tuple(_edge(values[name].contiguous()) for name in gives)
+        return tuple(_edge([values[name].contiguous() for name in gives], given if stage.index else ()))
 
 
 class _Edge(torch.autograd.Function):
-    """The same values. Each reader adds up its own gradients, as in one process, and TDP wants them contiguous.
+    """The same values, of which no gradient comes without the others'.
 
-    A result that is no view, too: TDP detaches it in place.
+    Each reader adds up its own gradients first, as in one process. TDP wants gradients contiguous, and values that are no
+    views, since it detaches them in place. Where backward is in two, it finds only the parameters between what came and
+    some value that depends on it; so all that leaves depends on what came.
+
+    Args:
+        came: how many of the values came over the cut before: they only lead to the others.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
+    def forward(ctx: Any, came: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.came = came
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in values[came:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return (None,) * (1 + ctx.came) + tuple(g if g is None else g.contiguous() for g in gradients)
 
 
-def _edge(x: Any) -> Any:
-    return _Edge.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+def _edge(values: Sequence[Any], came: Sequence[Any] = ()) -> list[Any]:
+    leading = [x for x in came if x.requires_grad]
+    marked = [k for k, x in enumerate(values) if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = list(values)
+    if marked:
+        crossed = _Edge.apply(len(leading), *leading, *(values[k] for k in marked))  # type: ignore[no-untyped-call]
+        for k, x in zip(marked, crossed, strict=True):
+            found[k] = x
+    return found
 
 
 def _computed(stage: Stage, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None) -> Any:
@@ -178,6 +193,7 @@ def torch_pipelining(
     _check_devices(pipe, mesh, rank_of, here := mesh.get_local_rank("pp"))
     values = _sizes(pipe)
     cuts = _cuts(pipe.program, values)
+    _check_halves(pipe, kind, values, cuts)
     stages = []
     for stage in pipe.stages:
         if rank_of[stage.index] == here:
@@ -355,6 +371,31 @@ def _wrong(pipe: Pipeline) -> Iterator[tuple[str, str | None, str]]:
             f"it gives {type(nested).__name__}",
             "takes any structure",
         )
+
+
+def _check_halves(
+    pipe: Pipeline, kind: type[Any], known: Mapping[str, Any], cuts: Sequence[Sequence[str]]
+) -> None:
+    """Where backward is in two, weights get their part only by way of gradients of what came."""
+    from torch.distributed.pipelining import schedules
+
+    halves = (
+        schedules.ScheduleInterleavedZeroBubble,
+        schedules.ScheduleZBVZeroBubble,
+        schedules.ScheduleDualPipeV,
+    )
+    for stage in pipe.stages[1:]:
+        trained = any(p.requires_grad for p in stage.module.parameters())
+        if (
+            issubclass(kind, halves)
+            and trained
+            and not any(known[v].requires_grad for v in cuts[stage.index])
+        ):
+            raise _refusal(
+                f"nothing that comes to stage {stage.index} has a gradient, and {kind.__name__} would give its parameters none",
+                _span(stage),
+                'has schedule="zb_h1"; or ScheduleInterleaved1F1B, whose backward is whole',
+            )
 
 
 def _ranks_of(pipe: Pipeline, kind: type[Any], several: bool, ranks: int) -> Sequence[int]:
