@@ -8,6 +8,7 @@ from torch import nn
 
 import fxsplit
 import fxsplit.distributed as fd
+from fxsplit.errors import FxsplitError
 from tests import models
 
 NO_EVAL = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # eval() of these fails in torch 2.13
@@ -33,6 +34,10 @@ class Skips(nn.Module):
         return self.layers[4](x.t()) * mask + beside + early, early
 
 
+def rows_of_8(rows):
+    return (torch.randn(rows, 8),)
+
+
 def untied():
     model, batch = models.build("gpt")
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -49,7 +54,41 @@ def skips():
     return Skips(), lambda n: (torch.randn(n, 8), torch.rand(n, 8) > 0.3, torch.randint(8, (n,)))
 
 
-MADE = {"gpt": untied, "mlp": mlp, "skips": skips}
+def same():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[2].weight = model[0].weight
+    return model, rows_of_8
+
+
+def frozen():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[:2].requires_grad_(False)
+    return model, rows_of_8
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.layers(x))).square().mean()
+
+
+class Matrix(Mean):
+    def forward(self, x, w):
+        return self.last(torch.tanh(self.layers(x)) @ w[:8])
+
+
+MADE = {
+    "matrix": lambda: (Matrix(), lambda rows: (torch.randn(rows, 8), torch.randn(16, 8))),
+    "gpt": untied,
+    "mlp": mlp,
+    "skips": skips,
+    "same": same,
+    "frozen": frozen,
+    "scalar": lambda: (Mean(), rows_of_8),
+}
 
 
 def built(name):
@@ -122,3 +161,21 @@ def same_in_eval(one, stages, played, args, target, close):
         outputs = played.eval(*(args if first else ()), target=target if last else None)
     if last:
         torch.testing.assert_close(outputs, expected, **close)
+
+
+def refuses(name, plan, schedule, over_ranks=False):
+    """What it says."""
+    mesh = fd.init(pp=2)
+    model, args = example(name, 8)
+    if over_ranks:
+        pipe = fd.compile(functools.partial(lambda n: built(n)[0], name), plan, mesh, example_args=args)
+    else:
+        pipe = fxsplit.compile(model, plan, example_args=args)
+    try:
+        fd.torch_pipelining(pipe, mesh, schedule, loss_fn=loss_of)
+    except FxsplitError as error:
+        return type(error).__name__, str(error)
+    finally:
+        if over_ranks:
+            pipe.close()
+    return "no error", ""
