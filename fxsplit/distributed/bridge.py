@@ -56,7 +56,7 @@ class Relay(nn.Module):
         self.__dict__["_at"] = stage, pipe.traced, takes, gives, results if last else None
         self.__dict__["_known"] = known
         for local, fqn in sorted(stage.paths.items(), key=lambda item: item[1].count(".")):
-            _hang(self, fqn, getattr(stage.module, local), stage.module)
+            _hang(self, fqn, getattr(stage.module, local), pipe.model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What TDP sends on; of the last stage the model's output.
@@ -70,11 +70,11 @@ class Relay(nn.Module):
         values: dict[str, Any] = {**self._known, **dict(zip(takes, given, strict=True))}
         read = [_edge([values[name]])[0] for name in stage.inputs]
         for name, value in _computed(stage, read).items():
-            _check_like(name, value, self._known[name], stage)
+            _check_same(name, value, self._known[name], stage)
             values[name] = value
         if results is not None:
             return tree_unflatten([values[name] for name in results], traced.out_spec)
-        for name in gives:  # what is relayed, too: arguments may differ
+        for name in gives:
             _check_like(name, values[name], self._known[name], stage)
         return tuple(_edge([values[name].contiguous() for name in gives], given if stage.index else ()))
 
@@ -117,16 +117,18 @@ def _computed(stage: Stage, inputs: Sequence[torch.Tensor], call: Callable[..., 
     return dict(zip(stage.outputs, (found,) if len(stage.outputs) == 1 else found or (), strict=True))
 
 
-def _check_like(name: str, value: Any, known: Any, stage: Stage) -> None:
+def _check_same(name: str, value: Any, known: Any, stage: Stage) -> None:
+    """What is no tensor does not travel: other stages take it for what it was."""
+    if not isinstance(known, torch.Tensor) and value is not known and value != known:
+        raise ArgumentError(
+            f"{name} is {value!r}, and was {known!r}: torch.distributed.pipelining hands on tensors only",
+            where=f"stage {stage.index}",
+            remedy="call torch_pipelining again after train() or eval()",
+        )
+
+
+def _check_like(name: str, value: torch.Tensor, known: torch.Tensor, stage: Stage) -> None:
     """TDP has buffers for what was said: gloo takes anything else without a word, and gradients are dropped."""
-    if not isinstance(known, torch.Tensor):
-        if value is not known and value != known:
-            raise ArgumentError(
-                f"{name} is {value!r}, and was {known!r}: torch.distributed.pipelining hands on tensors only",
-                where=f"stage {stage.index}",
-                remedy="call torch_pipelining again after train() or eval()",
-            )
-        return
     if (value.shape, value.dtype) != (known.shape, known.dtype):
         raise ArgumentError(
             f"{name} is {value.dtype} {list(value.shape)}, and the next stage waits for {known.dtype} {list(known.shape)}",
@@ -141,17 +143,19 @@ def _check_like(name: str, value: Any, known: Any, stage: Stage) -> None:
         )
 
 
-def _hang(root: nn.Module, fqn: str, value: Any, holder: nn.Module) -> None:
-    """A module, parameter or buffer under its FQN, with empty modules above it."""
-    *above, leaf = fqn.split(".")
-    for name in above:
+def _hang(root: nn.Module, fqn: str, value: Any, model: nn.Module) -> None:
+    """A module, parameter or buffer of the model under its FQN, with empty modules above it."""
+    path, _, leaf = fqn.rpartition(".")
+    for name in path.split(".") if path else ():
         root = root._modules.setdefault(name, nn.Module())  # type: ignore[assignment]
+    owner = model.get_submodule(path)
     if isinstance(value, nn.Module):
         root._modules[leaf] = value
-    elif isinstance(value, nn.Parameter):
+    elif leaf in owner._parameters:
         root._parameters.setdefault(leaf, value)
-    elif isinstance(value, torch.Tensor) and any(value is b for b in holder._buffers.values()):
+    elif leaf in owner._buffers:
         root._buffers.setdefault(leaf, value)
+        root._non_persistent_buffers_set |= {leaf} & owner._non_persistent_buffers_set
 
 
 def torch_pipelining(
@@ -179,7 +183,6 @@ def torch_pipelining(
         PlanError: names what torch.distributed.pipelining does not do, or computes wrongly.
         RankError: the mesh has no dimension ``"pp"``.
     """
-    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     if "pp" not in (mesh.mesh_dim_names or ()):
@@ -187,30 +190,33 @@ def torch_pipelining(
     kind = _class_of(schedule)
     _check_plan(pipe)
     _check_model(pipe)
-    ranks, group = mesh["pp"].size(), mesh.get_group("pp")
     several = issubclass(kind, PipelineScheduleMulti)
-    rank_of = _ranks_of(pipe, kind, several, ranks)
-    _check_devices(pipe, mesh, rank_of, here := mesh.get_local_rank("pp"))
-    values = _sizes(pipe)
-    cuts = _cuts(pipe.program, values)
-    _check_halves(pipe, kind, values, cuts)
-    stages = []
-    for stage in pipe.stages:
-        if rank_of[stage.index] == here:
-            takes, gives = cuts[stage.index : stage.index + 2]
-            stages.append(
-                PipelineStage(
-                    Relay(stage, pipe, values, takes, gives),
-                    stage.index,
-                    len(pipe),
-                    stage.device,
-                    input_args=tuple(values[name] for name in takes),
-                    output_args=tuple(values[name] for name in gives),
-                    group=group,
-                )
-            )
+    rank_of = _ranks_of(pipe, kind, several, mesh["pp"].size())
+    here = [s for s in pipe.stages if rank_of[s.index] == mesh.get_local_rank("pp")]
+    _check_devices(here, mesh)
+    known = _sizes(pipe)
+    cuts = _cuts(pipe.program, known)
+    _check_halves(pipe, kind, known, cuts)
+    stages = [_stage_of(stage, pipe, mesh, known, cuts) for stage in here]
     n = pipe.plan.micro_batches
     return stages, kind(stages if several else stages[0], n, loss_fn=loss_fn, scale_grads=scale_grads)
+
+
+def _stage_of(
+    stage: Stage, pipe: Pipeline, mesh: DeviceMesh, known: Mapping[str, Any], cuts: Sequence[Sequence[str]]
+) -> PipelineStage:
+    from torch.distributed.pipelining import PipelineStage
+
+    takes, gives = cuts[stage.index : stage.index + 2]
+    return PipelineStage(
+        Relay(stage, pipe, known, takes, gives),
+        stage.index,
+        len(pipe),
+        stage.device,
+        input_args=tuple(known[name] for name in takes),
+        output_args=tuple(known[name] for name in gives),
+        group=mesh.get_group("pp"),
+    )
 
 
 def _class_of(schedule: str | type[Any]) -> type[Any]:
@@ -421,9 +427,9 @@ def _ranks_of(pipe: Pipeline, kind: type[Any], several: bool, ranks: int) -> Seq
     return found
 
 
-def _check_devices(pipe: Pipeline, mesh: DeviceMesh, rank_of: Sequence[int], here: int) -> None:
-    for stage in pipe.stages:
-        if rank_of[stage.index] == here and stage.device.type != mesh.device_type:
+def _check_devices(stages: Sequence[Stage], mesh: DeviceMesh) -> None:
+    for stage in stages:
+        if stage.device.type != mesh.device_type:
             raise _refusal(
                 f"{stage.device} is not the mesh's {mesh.device_type}", _span(stage), "places stages"
             )
