@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch 2.9 to 2.15: as torch.distributed has them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import RankError
@@ -54,7 +55,18 @@ def init(*, pp: int, dp: int = 1, device: str | None = None, patience: float = 6
     if kind == "cuda":
         torch.cuda.set_device(local)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        _join("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", world)
     mesh = init_device_mesh(kind, (pp, dp), mesh_dim_names=("pp", "dp"))
     watch_of_process().be_patient(patience)
     return mesh
+
+
+def _join(backend: str, world: int) -> None:
+    """Into the ranks of this attempt: torchrun's store may have the addresses of the last one still, under the same keys."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+        return
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    mine = PrefixStore(f"fxsplit/attempt/{attempt}", store)
+    dist.init_process_group(backend, store=mine, rank=int(os.environ["RANK"]), world_size=world)
