@@ -21,8 +21,8 @@ from .plan.checkpoint import WORDS as CHECKPOINTS
 from .plan.costs import CATALOG as COSTS
 from .plan.hardware import ACCELERATORS, Device, described
 from .plan.plan import EFFORTS, Plan
+from .schedules.catalog import IN_V, SHARED, usual_workers
 from .schedules.catalog import NAMES as SCHEDULES
-from .schedules.catalog import SHARED
 
 
 def _seconds(text: str) -> float:
@@ -105,7 +105,7 @@ def _add_plan(commands: Any) -> None:
 def _demo(options: argparse.Namespace) -> None:
     devices = options.devices.split(",") if options.devices else None
     if options.workers is None and options.schedule in SHARED:
-        options.workers = min(2, options.stages)
+        options.workers = usual_workers(options.schedule, options.stages)
     plan = Plan(
         stages=options.stages,
         cost=options.cost,
@@ -122,12 +122,14 @@ def _demo(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     """Make the model, plan, print."""
     hardware = _hardware(options)
+    if options.workers is None and options.schedule in IN_V:
+        options.workers = usual_workers(options.schedule, options.stages)
     plan = Plan(
         stages=None if options.auto_replicas and options.stages > 0 else options.stages,
         cost=options.cost,
         hardware=hardware[0] if len(hardware) == 1 else hardware or None,
         # Numbered, so that each has a memory of its own; they need not be there.
-        devices=[f"cuda:{i % (options.workers or options.stages)}" for i in range(options.stages)] or None,
+        devices=[f"cuda:{i}" for i in range(options.workers or options.stages)] or None,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         workers=options.workers,

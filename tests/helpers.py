@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 import fxsplit
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
+from fxsplit.schedules.catalog import usual_workers
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,7 +79,7 @@ class TiedBlocks(nn.Module):
 
 
 def plan_for(schedule, stages=4, **more):
-    workers = 2 if schedule in SHARED_WORKERS else None
+    workers = usual_workers(schedule, stages) if schedule in SHARED_WORKERS else None
     return fxsplit.Plan(stages=stages, schedule=schedule, workers=workers, **more)
 
 

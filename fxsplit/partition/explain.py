@@ -13,8 +13,8 @@ from ..graph.ir import Traced
 from ..graph.nodes import module_paths
 from ..plan.plan import Plan
 from ..plan.sizes import in_units
+from ..schedules.catalog import schedule_of
 from ..schedules.lower import Flow, lower
-from ..schedules.schedule import Schedule
 from ..schedules.simulate import bubble, timeline
 from .model import Figures, build_problem, memory_limit, stage_nodes
 from .planner import Planned, roomiest
@@ -29,10 +29,12 @@ def simulator(plan: Plan) -> Simulate:
     def step(
         loads: tuple[float, ...], chains: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]
     ) -> float:
-        alike = plan
-        if isinstance(plan.schedule, Schedule) and plan.schedule.stages != len(loads):
-            alike = plan.replace(schedule="1f1b")  # what fewer stages would come to
-        schedule = alike.schedule_for(len(loads), m, replicas)
+        chosen = plan.schedule
+        if not plan.plays(len(loads)):  # what fewer stages would come to; a V plays no other number
+            if isinstance(chosen, str):
+                return math.inf
+            chosen = "1f1b"
+        schedule = schedule_of(chosen, len(loads), m, plan.workers, replicas)
         # A load is of the micro-batches that the busiest replica gets.
         each = [load / math.ceil(m / r) / 3 for load, r in zip(loads, replicas, strict=True)]
         tape = lower(schedule, Flow(len(loads), chains))

@@ -12,8 +12,8 @@ from typing import Any, Self
 from torch import nn
 
 from ..arguments import PLAN_SPELLINGS, explained
-from ..errors import PlanError, did_you_mean
-from ..schedules.catalog import NAMES, SHARED, schedule_of
+from ..errors import PlanError, ScheduleError, did_you_mean
+from ..schedules.catalog import IN_V, NAMES, SHARED, schedule_of, usual_workers
 from ..schedules.schedule import Schedule
 from .checkpoint import Checkpoint
 from .costs import Cost
@@ -86,10 +86,12 @@ class Plan:
         schedule: ``"gpipe"`` (Huang et al., 2019); ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
             micro-batches in `Pipeline.step`; ``"zb_h1"`` (Qi et al., 2023), with backward in two and a smaller
             bubble; with several stages on each of the `workers` ``"interleaved_1f1b"``, ``"breadth_first"``
-            (Lamy-Poirier, 2023) and ``"interleaved_zero_bubble"``; or a `fxsplit.Schedule` of your own, such as
+            (Lamy-Poirier, 2023) and ``"interleaved_zero_bubble"``, with exactly two ``"zb_v"`` (Qi et al., 2024) and
+            ``"dual_pipe_v"`` (DeepSeek and Sea AI Lab, 2025); or a `fxsplit.Schedule` of your own, such as
             ``Schedule.from_csv(text)``. A call ``pipe(x)`` with its loss outside goes forward with all first.
-        workers: how many workers the stages of such a schedule share: stage s runs on worker s mod workers. Default:
-            one for each of the list of `devices`, which then has one device for each worker.
+        workers: how many workers the stages of such a schedule share: stage s runs on worker s mod workers, and in the
+            V of the last two worker r has stages r and 2 workers - 1 - r. Default: one for each of the list of
+            `devices`, which then has one device for each worker.
         checkpoint: what is not kept for backward but computed again: everything, of the micro-batches
             ``"always"``, ``"except_last"`` or ``"never"`` (torchgpipe's three modes; the one that ``"except_last"``
             keeps is the one that goes backward first, which is the last there, and the first here); or, in all of them, the modules
@@ -275,16 +277,7 @@ class Plan:
         else:
             self._check_choice("schedule", NAMES)
         if self.schedule in SHARED:
-            if self.workers is None and isinstance(self.devices, list | tuple):
-                each = len(self.devices) != self.stage_count()  # otherwise one for each stage
-                self._set("workers", len(self.devices) if each else len(set(map(str, self.devices))))
-            if self.workers is None:
-                raise PlanError(
-                    f"schedule={self.schedule!r} has several stages on each worker, but workers= is not set",
-                    remedy="workers=2",
-                )
-            _check_positive("workers", self.workers)
-            self._share_devices(self.workers)
+            self._check_shared(str(self.schedule))
         elif self.workers is not None:
             raise PlanError(
                 f"workers={self.workers} shares stages out, but "
@@ -294,6 +287,31 @@ class Plan:
                 ),
                 remedy=f"one of {', '.join(SHARED)}, or leave out workers=",
             )
+
+    def _check_shared(self, name: str) -> None:
+        """Stages that share workers."""
+        stages = self.stage_count()
+        if self.workers is None and isinstance(self.devices, list | tuple):
+            self._set("workers", self._workers_of_devices(name, self.devices))
+        if self.workers is None:
+            raise PlanError(
+                f"schedule={name!r} has several stages on each worker, but workers= is not set",
+                remedy=f"workers={usual_workers(name, stages or 4)}",
+            )
+        _check_positive("workers", self.workers)
+        if name in IN_V and self.replicas == "auto":
+            raise PlanError(
+                f'replicas="auto" may pick any number of stages, but schedule={name!r} plays {2 * self.workers}',
+                remedy="the number of replicas: replicas=1, or schedule='gpipe' without workers=",
+            )
+        if stages is not None:
+            self._share_devices(name, stages, self.workers)
+
+    def _workers_of_devices(self, name: str, devices: Sequence[object]) -> int:
+        """A list has one for each worker, unless it has one for each stage."""
+        if len(devices) != self.stage_count():
+            return len(devices)
+        return usual_workers(name, len(devices)) if name in IN_V else len(set(map(str, devices)))
 
     def _check_own_schedule(self, own: Schedule) -> None:
         if not any(a.kind != "F" for actions in own.workers for a in actions):
@@ -318,11 +336,19 @@ class Plan:
                 remedy="micro-batches of one stage on several workers in the schedule itself, or leave out replicas=",
             )
 
-    def _share_devices(self, workers: int) -> None:
+    def _share_devices(self, name: str, stages: int, workers: int) -> None:
         """A list of one device for each worker becomes one for each stage."""
-        stages = self.stage_count()
-        if isinstance(self.devices, list | tuple) and stages and len(self.devices) == workers:
-            self._set("devices", [self.devices[s % workers] for s in range(stages)])
+        try:
+            worker_of = schedule_of(name, stages, 1, workers).worker_of
+        except ScheduleError as error:
+            raise PlanError(
+                f"{self.ways_to_cut()[0]}= asks for {stages} stages, but schedule={name!r} has two on each of {workers} workers",
+                remedy=error.remedy
+                if "workers" in self.__dict__["_asked"] or stages % 2
+                else f"list {stages // 2} devices, one for each worker",
+            ) from None
+        if isinstance(self.devices, list | tuple) and len(self.devices) == workers:
+            self._set("devices", [self.devices[w] for w in worker_of])
 
     def _check_cost(self) -> None:
         self._set("cost", Cost.of(self.cost))
@@ -493,14 +519,28 @@ class Plan:
     def loss_inside(self) -> bool:
         """Whether a step computes the loss for each micro-batch: some go backward before all have gone forward."""
         chosen = self.schedule
-        found = schedule_of(chosen, 2, 2, self.workers) if isinstance(chosen, str) else chosen
+        stages = 2 * (self.workers or 1) if chosen in IN_V else 2
+        found = schedule_of(chosen, stages, 2, self.workers) if isinstance(chosen, str) else chosen
         return not found.forward_first
+
+    def plays(self, stages: int) -> bool:
+        """Whether its schedule can play so many stages."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.stages == stages
+        return self.schedule not in IN_V or stages == 2 * (self.workers or 1)
 
     def schedule_for(
         self, stages: int, micro_batches: int, replicas: Sequence[int] | None = None
     ) -> Schedule:
         """The schedule for so many stages and micro-batches; see `schedules.catalog.schedule_of`."""
         return schedule_of(self.schedule, stages, micro_batches, self.workers, replicas)
+
+    @property
+    def _of_any_number(self) -> str:
+        """Its schedule, or where that is for one number of stages a like one for any."""
+        if isinstance(self.schedule, Schedule):
+            return "gpipe"
+        return "interleaved_zero_bubble" if self.schedule in IN_V else self.schedule
 
     @property
     def schedule_name(self) -> str:
@@ -541,7 +581,8 @@ class Plan:
             no_split_module_classes=None,
             hardware=None,
             cost="params",
-            schedule="gpipe" if isinstance(self.schedule, Schedule) else self.schedule,
+            schedule=self._of_any_number,
+            workers=self.workers,
             replicas=self.replicas if isinstance(self.replicas, int) else 1,
         )
 

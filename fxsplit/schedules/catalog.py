@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..errors import ScheduleError
-from .schedule import Action, Schedule
+from .schedule import Action, Kind, Schedule
 
 
 def gpipe(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> Schedule:
@@ -145,6 +146,53 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
     return _on_workers("interleaved_zero_bubble", rows)
 
 
+def zb_v(stages: int, micro_batches: int, workers: int) -> Schedule:
+    """Two stages on each worker, r and 2p - 1 - r, and backward in two: a V, down all workers and up again.
+
+    ZB-V (Qi et al., Pipeline Parallelism with Controllable Memory, 2024). Idle time where F, I and W take as long:
+    max(p - 1, 4p - 2m - 2) F; from m = 2p - 1 on a worker never waits between its first and its last action. Memory:
+    every worker keeps at most 2p micro-batches of one stage, as the first one of 1F1B with as long a model. With fewer
+    than 2p - 1 micro-batches the others are left out of the order of so many.
+    """
+    _check_in_v(stages, workers)
+    p, m = workers, max(micro_batches, 2 * workers - 1)
+    rows = []
+    for r in range(p):
+        warm_up = ["F" * (2 * (p - r) - 1), "fF" * r, "fiw" * (p - r)]
+        steady = ["FIWfiw" * (m - 2 * p + r + 1), "IWfiw" * (p - r - 1)]
+        rows.append(_in_v(r, p, [*warm_up, *steady, "Ii" * r, "IW" * (p - r), "w" * r, "W" * r]))
+    return _on_workers("zb_v", rows).only(stages=stages, micro_batches=micro_batches)
+
+
+def dual_pipe_v(stages: int, micro_batches: int, workers: int) -> Schedule:
+    """The V of `zb_v` in another order: the forward of one of a worker's stages, then a backward of the other.
+
+    DualPipeV, DeepSeek's DualPipe (DeepSeek-V3, 2024) cut in half by Sea AI Lab (2025). There such a pair is one action,
+    in which one computes while the other communicates. Here it is two, one after the other, and every backward is in
+    two: W right after I, but for the last ones, which wait for a time in which there is nothing else to do.
+    Idle time where F, I and W take as long and m is at least 2p: (p - 1) F. Memory: every worker keeps at most 2p + 1
+    micro-batches of one stage. With fewer than 2p micro-batches the others are left out of the order of 2p.
+    """
+    _check_in_v(stages, workers)
+    p, m = workers, max(micro_batches, 2 * workers)
+    rows = []
+    for r in range(p):
+        rest = p - r - 1
+        warm_up = ["F" * (2 * rest), "Ff" * (r + 1), "iwf" * rest]
+        steady = ["FiwfIW" * (m - 2 * p + r + 1), "iwfIW" * rest]
+        ends = "iI" * (r + 1)
+        whole, halved = ends[: r + 1], ends[r + 1 :]
+        later = halved.translate(_WEIGHTS) + "W" * rest
+        cool_down = [
+            *(i + i.translate(_WEIGHTS) for i in whole),
+            halved,
+            *(w + "I" for w in later[:rest]),
+            later[rest:],
+        ]
+        rows.append(_in_v(r, p, [*warm_up, *steady, *cool_down]))
+    return _on_workers("dual_pipe_v", rows).only(stages=stages, micro_batches=micro_batches)
+
+
 # name → stages, micro-batches → schedule with a worker for each stage
 _ALONE: Mapping[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1}
 # name → stages, micro-batches, workers → schedule
@@ -153,10 +201,18 @@ _TOGETHER: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "breadth_first": breadth_first,
     "interleaved_zero_bubble": interleaved_zero_bubble,
 }
+# the same, with exactly two stages on each worker
+_IN_V: Mapping[str, Callable[[int, int, int], Schedule]] = {"zb_v": zb_v, "dual_pipe_v": dual_pipe_v}
 
 
-NAMES = (*_ALONE, *_TOGETHER)
-SHARED = tuple(_TOGETHER)  # several stages on each worker
+NAMES = (*_ALONE, *_TOGETHER, *_IN_V)
+SHARED = (*_TOGETHER, *_IN_V)  # several stages on each worker
+IN_V = tuple(_IN_V)
+
+
+def usual_workers(name: str, stages: int) -> int:
+    """How many workers may share so many stages under a schedule of `SHARED`, where nobody says."""
+    return max(1, stages // 2) if name in _IN_V else min(2, stages)
 
 
 def schedule_of(
@@ -174,7 +230,7 @@ def schedule_of(
 
     Raises:
         ScheduleError: the user's is for other stages or fewer micro-batches; or stages that share a worker have other
-            numbers of replicas.
+            numbers of replicas; or those of a V are not twice as many as its workers.
     """
     if isinstance(chosen, str):
         return _by_name(chosen, stages, micro_batches, workers, tuple(replicas) if replicas else None)
@@ -193,6 +249,8 @@ def _by_name(
 ) -> Schedule:
     if name in _ALONE:
         schedule = _ALONE[name](stages, micro_batches)
+    elif name in _IN_V:
+        schedule = _IN_V[name](stages, micro_batches, workers or usual_workers(name, stages))
     else:
         schedule = _TOGETHER[name](stages, micro_batches, min(workers or stages, stages))
     return _with_replicas(schedule.name, schedule.workers, replicas, stages)
@@ -254,6 +312,31 @@ def _check_workers(workers: int) -> None:
         raise ScheduleError(f"{workers} workers play nothing", remedy="workers=1 or more")
 
 
+def _check_in_v(stages: int, workers: int) -> None:
+    _check_workers(workers)
+    if stages != 2 * workers:
+        raise ScheduleError(
+            f"a schedule with two stages on each worker cannot play {stages} stages on {workers} workers",
+            remedy=f"workers={stages // 2}"
+            if stages % 2 == 0
+            else f"{2 * workers} stages, or schedule='interleaved_zero_bubble', which plays any number",
+        )
+
+
+_WEIGHTS = str.maketrans("iI", "wW")
+
+
+def _in_v(r: int, p: int, phases: Iterable[str]) -> list[Action]:
+    """The actions of worker r of p: a capital is one of stage r, a small letter of 2p - 1 - r, each with the next micro-batch."""
+    following: dict[str, int] = collections.Counter()
+    row = []
+    for letter in "".join(phases):
+        kind: Kind = letter.upper()  # type: ignore[assignment]
+        row.append(Action(kind, r if letter.isupper() else 2 * p - 1 - r, following[letter]))
+        following[letter] += 1
+    return row
+
+
 def _on_workers(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     return Schedule(name, tuple(map(tuple, rows)), tuple((r, 0) for r in range(len(rows))))
 
@@ -268,13 +351,14 @@ def _with_replicas(
         )
     workers, labels = [], []
     for first, row in enumerate(rows):
-        counts = sorted({replicas[s] for s in range(first, stages, len(rows))}) if replicas else [1]
+        mine = sorted({a.stage for a in row}) or [first]
+        counts = sorted({replicas[s] for s in mine}) if replicas else [1]
         if len(counts) > 1:
             raise ScheduleError(
-                f"stages {first}, {first + len(rows)}, … share a worker, but have {counts} replicas",
+                f"stages {', '.join(map(str, mine))} share a worker, but have {counts} replicas",
                 remedy="the same number of replicas for all of them",
             )
         for replica in range(counts[0]):
             workers.append(tuple(a for a in row if a.micro_batch % counts[0] == replica))
-            labels.append((first, replica))
+            labels.append((mine[0], replica))
     return Schedule(name, tuple(workers), tuple(labels))

@@ -52,6 +52,15 @@ class Schedule:
         return 1 + max((a.micro_batch for actions in self.workers for a in actions), default=-1)
 
     @property
+    def worker_of(self) -> tuple[int, ...]:
+        """Per stage the first worker that plays any of it."""
+        found: dict[int, int] = {}
+        for w, actions in enumerate(self.workers):
+            for action in actions:
+                found.setdefault(action.stage, w)
+        return tuple(found[stage] for stage in range(self.stages))
+
+    @property
     def forward_first(self) -> bool:
         """Whether every worker has gone forward with everything before it goes backward."""
         kinds = ["".join(a.kind for a in actions).lstrip("F") for actions in self.workers]

@@ -14,10 +14,11 @@ from fxsplit import Plan
 from fxsplit.inserted.random import Stream, draw_base_seed
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
+from fxsplit.schedules.catalog import usual_workers
 
 
 def plan_for(schedule, stages=2, **more):
-    workers = 2 if schedule in SHARED_WORKERS else None
+    workers = usual_workers(schedule, stages) if schedule in SHARED_WORKERS else None
     return fxsplit.Plan(stages=stages, schedule=schedule, workers=workers, micro_batches=4, **more)
 
 

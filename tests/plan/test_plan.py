@@ -189,6 +189,32 @@ def test_devices_of_workers_are_those_of_their_stages():
     assert fxsplit.Plan.from_dict(plan.to_dict()) == plan
 
 
+@pytest.mark.parametrize("schedule", ["zb_v", "dual_pipe_v"])
+def test_a_v_goes_down_the_devices_and_up_again(schedule):
+    plan = fxsplit.Plan(stages=4, devices=["cuda:0", "cuda:1"], schedule=schedule)
+    assert plan.workers == 2 and plan.devices == ("cuda:0", "cuda:1", "cuda:1", "cuda:0")
+    assert fxsplit.Plan.from_dict(plan.to_dict()) == plan and plan.loss_inside
+    assert fxsplit.Plan(stages=6, devices=["cpu"] * 6, schedule=schedule).workers == 3
+    assert plan.placed({"": "cpu"}).schedule == "interleaved_zero_bubble"  # for any number of stages
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "instead"),
+    [
+        ({"stages": 6}, "workers= is not set", {"workers": 3}),
+        ({"stages": 4, "workers": 3}, "4 stages, but schedule='zb_v' has two on each of 3", {"workers": 2}),
+        ({"stages": 5, "workers": 2}, "asks for 5 stages", {"stages": 4}),
+        ({"balance": [1, 1, 1], "workers": 1}, "balance= asks", {"schedule": "interleaved_zero_bubble"}),
+        ({"stages": 4, "devices": ["cpu:0"] * 3}, "list 2 devices", {"devices": ["cpu:0"] * 2}),
+        ({"devices": ["cpu"] * 4, "replicas": "auto"}, "any number of stages", {"replicas": 1, "stages": 8}),
+    ],
+)
+def test_a_v_of_other_stages(fields, said, instead):
+    with pytest.raises(fxsplit.errors.PlanError, match=said):
+        fxsplit.Plan(schedule="zb_v", **fields)
+    fxsplit.Plan(**{"schedule": "zb_v", **fields, **instead})
+
+
 def test_one_device_for_each_worker_even_if_they_are_the_same():
     plan = fxsplit.Plan(stages=4, schedule="breadth_first", devices=["cpu", "cpu"])
     assert plan.workers == 2 and plan.devices == ("cpu",) * 4

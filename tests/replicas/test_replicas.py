@@ -12,6 +12,7 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan, errors
 from fxsplit.batch.merge import sizes
+from fxsplit.schedules.catalog import IN_V
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from tests.helpers import of_all, oracle
@@ -22,7 +23,8 @@ from tests.strategies import EXAMPLES, batches, compiled_with_fewer, modules
 def replicated(draw):
     """Every schedule, with replicas for each stage where it has a worker for each."""
     schedule = draw(st.sampled_from(SCHEDULES))
-    stages = draw(st.integers(1, 4))
+    workers = draw(st.integers(1, 2 if schedule in IN_V else 3)) if schedule in SHARED_WORKERS else None
+    stages = 2 * workers if schedule in IN_V else draw(st.integers(1, 4))
     one = st.integers(1, 3)
     each = (
         one if schedule in SHARED_WORKERS else st.one_of(one, st.lists(one, min_size=stages, max_size=stages))
@@ -30,7 +32,7 @@ def replicated(draw):
     return Plan(
         stages=stages,
         schedule=schedule,
-        workers=draw(st.integers(1, 3)) if schedule in SHARED_WORKERS else None,
+        workers=workers,
         replicas=draw(each),
         micro_batches=draw(st.one_of(st.none(), st.integers(1, 6))),
         checkpoint=draw(st.sampled_from(["never", "always", "except_last"])),

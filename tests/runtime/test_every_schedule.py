@@ -11,6 +11,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.batch.merge import sizes
+from fxsplit.schedules.catalog import IN_V
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from tests.helpers import LOSS, TiedBlocks, of_all, oracle, plan_for
@@ -72,7 +73,7 @@ def test_workers_and_one_thread_give_the_same_bits(schedule, checkpoint):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_zero_bubble", "zb_v", "dual_pipe_v"])
 def test_weights_get_their_gradients_later_and_nothing_is_computed_twice(schedule):
     """The backward of every operation runs at most once for inputs, and once for weights."""
     x, target = torch.randn(8, 4), torch.randint(0, 3, (8,))
@@ -150,6 +151,10 @@ def pipelined(draw, schedule):
     """Plans of a schedule with the loss inside; cuts, often orders, and replicas as they come."""
     plan = draw(weighed_plans())
     workers = None
+    if schedule in IN_V:
+        workers = draw(st.integers(1, 2))
+        fields = {"stages": 2 * workers, "replicas": draw(st.integers(1, 2)), "devices": None}
+        return plan.replace(schedule=schedule, workers=workers, **fields)
     if schedule in SHARED_WORKERS:
         workers = draw(st.integers(1, 3))
         plan = plan.replace(replicas=draw(st.integers(1, 2)), devices=None)

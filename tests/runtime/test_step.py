@@ -12,6 +12,7 @@ from torch import nn
 import fxsplit
 from fxsplit.errors import ArgumentError
 from fxsplit.runtime.instructions import PLAYS
+from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from tests.helpers import of_all, oracle, plan_for
 from tests.models import build
 from tests.runtime.test_call import Faulty
@@ -427,13 +428,13 @@ class OwnLoss(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zero_bubble", "zb_v"])
 def test_a_weighted_mean_of_the_models_own_is_refused_before_anything_runs(schedule):
     x = torch.randint(0, 9, (4, 5))
     labels = x.clone()
     labels[0, :3] = -100
     model = OwnLoss()
-    more = {"workers": 1} if schedule.startswith("inter") else {}
+    more = {"workers": 1} if schedule in SHARED_WORKERS else {}
     plan = fxsplit.Plan(cut=["head"], micro_batches=2, schedule=schedule, **more)
     pipe = fxsplit.compile(model, plan, example_args=(x, labels))
     seen = []

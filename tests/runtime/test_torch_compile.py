@@ -170,6 +170,8 @@ def test_who_comes_after_is_compiled_too(by):
     [
         ({"schedule": "zb_h1"}, "two halves"),
         ({"schedule": "interleaved_zero_bubble", "workers": 2}, "two halves"),
+        ({"schedule": "zb_v", "workers": 1}, "two halves"),
+        ({"schedule": "dual_pipe_v", "workers": 1}, "two halves"),
         ({"checkpoint": "always"}, "computed again"),
         ({"replicas": 2}, "replicas"),
         ({"sync_batch_norm": True}, "sync_batch_norm"),

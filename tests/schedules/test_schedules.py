@@ -10,13 +10,16 @@ from fxsplit.graph.flow import flow_of
 from fxsplit.plan.checkpoint import Checkpoint
 from fxsplit.schedules.catalog import (
     breadth_first,
+    dual_pipe_v,
     forward_only,
     gpipe,
     in_flight,
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
+    schedule_of,
     zb_h1,
+    zb_v,
 )
 from fxsplit.schedules.check import check_schedule
 from fxsplit.schedules.lower import Flow, lower
@@ -164,6 +167,28 @@ def test_zb_h1():
     ]
 
 
+def test_zb_v(flow):
+    assert str(zb_v(4, 4, 2)).splitlines() == [
+        "stage 0.0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
+        "stage 1.0: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
+    ]
+    assert staircase(lower(zb_v(4, 4, 2), chain_of(4))).splitlines() == [
+        "stage 0.0 │ F0 F1 F2 F0 I0 W0 F1 I1 W1 F3 I0 W0 F2 I2 W2 I1 W1 F3 I3 W3 I2 W2 I3 W3 ·",
+        "stage 1.0 │ ·  F0 F0 F1 F1 I0 W0 F2 I0 W0 F2 I1 W1 F3 I1 W1 F3 I2 W2 I2 I3 I3 W2 W3 W3",
+    ]
+
+
+def test_dual_pipe_v():
+    assert str(dual_pipe_v(4, 4, 2)).splitlines() == [
+        "stage 0.0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3I1 3W1 3F2 0I0 0W0 3I2 3W2 3F3 0I1 0W1 3I3 3W3 0I2 0W2 0I3 0W3",
+        "stage 1.0: 1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1I0 1W0 1F3 2I1 2W1 2F3 1I1 1W1 2I2 2W2 1I2 1W2 2I3 1I3 2W3 1W3",
+    ]
+    assert staircase(lower(dual_pipe_v(4, 4, 2), chain_of(4))).splitlines() == [
+        "stage 0.0 │ F0 F1 F2 F0 I0 W0 F1 F3 I1 W1 F2 I0 W0 I2 W2 F3 I1 W1 I3 W3 I2 W2 ·  I3 W3",
+        "stage 1.0 │ ·  F0 F0 F1 F1 F2 I0 W0 F2 I0 W0 F3 I1 W1 F3 I1 W1 I2 W2 I2 W2 I3 I3 W3 W3",
+    ]
+
+
 def chain_of(stages):
     return Flow(stages, [(s, s + 1) for s in range(stages - 1)])
 
@@ -199,6 +224,48 @@ def test_bubbles_of_several_stages_on_a_worker(p, v):
                 assert took == 3 * v * m + bubble_time, (make.__name__, m)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
+def test_two_stages_on_each_worker_in_a_v(p):
+    """The time beyond 6 m forwards, and what is kept, of any number of micro-batches."""
+    for m in (*range(1, 13), 40):
+        first, other = zb_v(2 * p, m, p), dual_pipe_v(2 * p, m, p)
+        assert first.worker_of == other.worker_of == (*range(p), *reversed(range(p)))
+        assert length(first, 2 * p, m) == 6 * m + max(p - 1, 4 * p - 2 * m - 2)
+        assert max(in_flight(first)) == min(2 * m, 2 * p)
+        took = length(other, 2 * p, m)
+        assert took == 6 * m + p - 1 if m >= 2 * p else took <= 6 * m + 4 * (p - 1)
+        assert max(in_flight(other)) == min(2 * m, 2 * p + 1)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5])
+def test_zb_v_never_waits_between_first_and_last(p):
+    for m in (2 * p - 1, 2 * p, 12):
+        tape = lower(zb_v(2 * p, m, p), chain_of(2 * p))
+        times = timeline(tape, lambda _: 1)
+        for row in tape.workers:
+            assert times[row[-1].number][1] - times[row[0].number][0] == 6 * m
+
+
+@pytest.mark.parametrize("make", [zb_v, dual_pipe_v])
+def test_a_v_has_two_stages_on_each_worker(make):
+    with pytest.raises(ScheduleError, match=r"4 stages on 3 workers\n.*workers=2"):
+        make(4, 4, 3)
+    with pytest.raises(ScheduleError, match=r"5 stages on 2 workers\n.*4 stages, or"):
+        make(5, 4, 2)
+    with pytest.raises(ScheduleError, match="0 workers play nothing"):
+        make(4, 4, 0)
+
+
+@pytest.mark.parametrize("name", ["zb_v", "dual_pipe_v"])
+def test_replicas_of_a_v(name):
+    for m in (1, 2, 5, 12):
+        schedule = schedule_of(name, 4, m, 2, [2, 3, 3, 2])
+        proven(schedule, 4, m, chain_of(4))
+        assert schedule.labels == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2))
+    with pytest.raises(ScheduleError, match=r"stages 0, 3 share a worker, but have \[1, 2\] replicas"):
+        schedule_of(name, 4, 2, 2, [1, 1, 1, 2])
+
+
 def test_micro_batches_that_are_kept():
     for p in (2, 3, 8):
         for m in (1, 2, 8, 20):
@@ -222,7 +289,7 @@ def test_replicas_deal_micro_batches_out(make, replicas):
 
 
 def test_csv():
-    for schedule in (gpipe(2, 3), one_f_one_b(3, 4, [1, 2, 1]), zb_h1(3, 4)):
+    for schedule in (gpipe(2, 3), one_f_one_b(3, 4, [1, 2, 1]), zb_h1(3, 4), zb_v(6, 4, 3)):
         again = Schedule.from_csv(schedule.to_csv(), schedule.name)
         assert again == schedule
     torch_like = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,\n"
