@@ -15,6 +15,8 @@ SCHEDULES = [
     {"schedule": "interleaved_1f1b", "workers": 2},
     {"schedule": "breadth_first", "workers": 2},
     {"schedule": "interleaved_zero_bubble", "workers": 2},
+    {"schedule": "zb_v", "workers": 2},
+    {"schedule": "dual_pipe_v", "workers": 2},
 ]
 
 

@@ -11,12 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxsplit
-from fxsplit.schedules.catalog import NAMES
+from fxsplit.schedules.catalog import IN_V, NAMES, SHARED
 from tests.models import MODELS, build
 
 DEVICES = ["sim:0", "sim:1", "sim:2"]
 MIXED = ["cpu", "sim:1", "cpu"]
-SCHEDULES = {s: {"workers": 3} if s.startswith(("inter", "breadth")) else {} for s in NAMES}
+SCHEDULES = {
+    s: {"stages": 4, "devices": DEVICES[:2], "workers": 2}
+    if s in IN_V
+    else {"stages": 3, "devices": DEVICES, **({"workers": 3} if s in SHARED else {})}
+    for s in NAMES
+}
 
 
 def leaves(tree):
@@ -70,7 +75,7 @@ def assert_as_on_a_cpu(model, batch, plan, **how):
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_schedules(name, schedule, step):
     model, batch = build(name)
-    plan = fxsplit.Plan(stages=3, devices=DEVICES, micro_batches=4, schedule=schedule, **SCHEDULES[schedule])
+    plan = fxsplit.Plan(micro_batches=4, schedule=schedule, **SCHEDULES[schedule])
     assert_as_on_a_cpu(model, batch(8), plan, step=step)
 
 
