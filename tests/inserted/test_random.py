@@ -211,7 +211,7 @@ def test_with_one_cut_every_plan_draws_the_same(schedule, replicas):
     torch.manual_seed(0)
     model, x = Sampled(), torch.randn(10, 6)
     seen = []
-    for plan in (plan_for("gpipe"), plan_for(schedule, replicas=replicas, checkpoint="except_last")):
+    for plan in (plan_for("gpipe"), plan_for(schedule, 4, replicas=replicas, checkpoint="except_last")):
         plan = plan.replace(stages=None, cut=["mean", "decode", "decode.2"])
         pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=(x,))
         torch.manual_seed(5)

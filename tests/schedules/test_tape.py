@@ -252,7 +252,7 @@ def check_slices(tape, schedule):
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_tape_says_what_has_to_be_done_before(loss):
     met = 0
-    for seed in range(300):
+    for seed in range(400):
         made = drawn(random.Random(seed))
         tape = check(*made, loss)
         met += any(len(x.micro_batches) > 1 for x in tape.instructions)
