@@ -124,12 +124,14 @@ def _plan(options: argparse.Namespace) -> None:
     hardware = _hardware(options)
     if options.workers is None and options.schedule in IN_V:
         options.workers = usual_workers(options.schedule, options.stages)
+    each = options.workers or options.stages
+    numbers = [i % each for i in range(options.stages)] if options.auto_replicas else range(each)
     plan = Plan(
         stages=None if options.auto_replicas and options.stages > 0 else options.stages,
         cost=options.cost,
         hardware=hardware[0] if len(hardware) == 1 else hardware or None,
         # Numbered, so that each has a memory of its own; they need not be there.
-        devices=[f"cuda:{i}" for i in range(options.workers or options.stages)] or None,
+        devices=[f"cuda:{i}" for i in numbers] or None,
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         workers=options.workers,

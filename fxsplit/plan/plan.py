@@ -12,8 +12,8 @@ from typing import Any, Self
 from torch import nn
 
 from ..arguments import PLAN_SPELLINGS, explained
-from ..errors import PlanError, ScheduleError, did_you_mean
-from ..schedules.catalog import IN_V, NAMES, SHARED, schedule_of, usual_workers
+from ..errors import PlanError, did_you_mean
+from ..schedules.catalog import IN_V, NAMES, SHARED, fits_a_v, schedule_of, usual_workers
 from ..schedules.schedule import Schedule
 from .checkpoint import Checkpoint
 from .costs import Cost
@@ -338,16 +338,16 @@ class Plan:
 
     def _share_devices(self, name: str, stages: int, workers: int) -> None:
         """A list of one device for each worker becomes one for each stage."""
-        try:
-            worker_of = schedule_of(name, stages, 1, workers).worker_of
-        except ScheduleError as error:
+        if not self.plays(stages):
+            follows = "workers" not in self.__dict__["_asked"] and stages % 2 == 0
             raise PlanError(
                 f"{self.ways_to_cut()[0]}= asks for {stages} stages, but schedule={name!r} has two on each of {workers} workers",
-                remedy=error.remedy
-                if "workers" in self.__dict__["_asked"] or stages % 2
-                else f"list {stages // 2} devices, one for each worker",
-            ) from None
+                remedy=f"list {stages // 2} devices, one for each worker"
+                if follows
+                else fits_a_v(stages, workers),
+            )
         if isinstance(self.devices, list | tuple) and len(self.devices) == workers:
+            worker_of = schedule_of(name, stages, 1, workers).worker_of
             self._set("devices", [self.devices[w] for w in worker_of])
 
     def _check_cost(self) -> None:
@@ -519,8 +519,8 @@ class Plan:
     def loss_inside(self) -> bool:
         """Whether a step computes the loss for each micro-batch: some go backward before all have gone forward."""
         chosen = self.schedule
-        stages = 2 * (self.workers or 1) if chosen in IN_V else 2
-        found = schedule_of(chosen, stages, 2, self.workers) if isinstance(chosen, str) else chosen
+        workers = 1 if chosen in IN_V else self.workers  # a V of any number of workers is like that of one
+        found = schedule_of(chosen, 2, 2, workers) if isinstance(chosen, str) else chosen
         return not found.forward_first
 
     def plays(self, stages: int) -> bool:

@@ -215,6 +215,13 @@ def usual_workers(name: str, stages: int) -> int:
     return max(1, stages // 2) if name in _IN_V else min(2, stages)
 
 
+def fits_a_v(stages: int, workers: int) -> str:
+    """What to say instead of numbers that a schedule of `IN_V` cannot play."""
+    if stages % 2 == 0:
+        return f"workers={stages // 2}"
+    return f"{2 * workers} stages, or schedule='interleaved_zero_bubble', which plays any number"
+
+
 def schedule_of(
     chosen: str | Schedule,
     stages: int,
@@ -317,9 +324,7 @@ def _check_in_v(stages: int, workers: int) -> None:
     if stages != 2 * workers:
         raise ScheduleError(
             f"a schedule with two stages on each worker cannot play {stages} stages on {workers} workers",
-            remedy=f"workers={stages // 2}"
-            if stages % 2 == 0
-            else f"{2 * workers} stages, or schedule='interleaved_zero_bubble', which plays any number",
+            remedy=fits_a_v(stages, workers),
         )
 
 

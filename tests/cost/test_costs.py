@@ -763,6 +763,13 @@ def test_the_command_line_says_what_is_wrong_with_it(capsys, tmp_path):
     assert "stages=0" in run(f"{__name__}:factory", "--stages", "0", "--auto-replicas")[1]
 
 
+def test_the_command_line_places_a_v(capsys):
+    assert main(["plan", f"{__name__}:factory", "--stages", "4", "--schedule", "zb_v", "--meta"]) == 0
+    text = capsys.readouterr().out
+    placed = [line.split()[:2] for line in text.splitlines() if "cuda:" in line]
+    assert placed == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:1"], ["3", "cuda:0"]], text
+
+
 def gpt_of(layers):
     return gpt(layers), (IDS,)
 

@@ -215,6 +215,12 @@ def test_a_v_of_other_stages(fields, said, instead):
     fxsplit.Plan(**{"schedule": "zb_v", **fields, **instead})
 
 
+@pytest.mark.parametrize("schedule", ["zb_v", "breadth_first"])
+def test_a_plan_of_more_stages_than_there_are_costs_nothing(schedule):
+    plan = fxsplit.Plan(stages=2 * 10**17, workers=10**17, schedule=schedule)
+    assert plan.loss_inside == (schedule == "zb_v")
+
+
 def test_one_device_for_each_worker_even_if_they_are_the_same():
     plan = fxsplit.Plan(stages=4, schedule="breadth_first", devices=["cpu", "cpu"])
     assert plan.workers == 2 and plan.devices == ("cpu",) * 4
