@@ -86,7 +86,7 @@ class Plan:
         schedule: ``"gpipe"`` (Huang et al., 2019); ``"1f1b"`` (Narayanan et al., 2021), which keeps fewer
             micro-batches in `Pipeline.step`; ``"zb_h1"`` (Qi et al., 2023), with backward in two and a smaller
             bubble; with several stages on each of the `workers` ``"interleaved_1f1b"``, ``"breadth_first"``
-            (Lamy-Poirier, 2023) and ``"interleaved_zero_bubble"``, with exactly two ``"zb_v"`` (Qi et al., 2024) and
+            (Lamy-Poirier, 2023) and ``"interleaved_zero_bubble"``, with exactly two ``"zb_v"`` (Qi et al., 2023) and
             ``"dual_pipe_v"`` (DeepSeek and Sea AI Lab, 2025); or a `fxsplit.Schedule` of your own, such as
             ``Schedule.from_csv(text)``. A call ``pipe(x)`` with its loss outside goes forward with all first.
         workers: how many workers the stages of such a schedule share: stage s runs on worker s mod workers, and in the

@@ -149,7 +149,8 @@ def interleaved_zero_bubble(stages: int, micro_batches: int, workers: int) -> Sc
 def zb_v(stages: int, micro_batches: int, workers: int) -> Schedule:
     """Two stages on each worker, r and 2p - 1 - r, and backward in two: a V, down all workers and up again.
 
-    ZB-V (Qi et al., Pipeline Parallelism with Controllable Memory, 2024). Idle time where F, I and W take as long:
+    ZB-V (Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 6; V-ZB in their Pipeline Parallelism with
+    Controllable Memory, 2024). Idle time where F, I and W take as long:
     max(p - 1, 4p - 2m - 2) F; from m = 2p - 1 on a worker never waits between its first and its last action. Memory:
     every worker keeps at most 2p micro-batches of one stage, as the first one of 1F1B with as long a model. With fewer
     than 2p - 1 micro-batches the others are left out of the order of so many.
