@@ -71,6 +71,13 @@ def set_frame_compiler(compiler: Any) -> Any:
     return torch._C._dynamo.eval_frame.set_eval_frame(compiler)  # torch 2.9 to 2.15
 
 
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """In which operations have sizes and no values; ordinary tensors may be read."""
+    module = importlib.import_module("torch._subclasses.fake_tensor")  # torch 2.9 to 2.15
+    found: contextlib.AbstractContextManager[Any] = module.FakeTensorMode(allow_non_fake_inputs=True)
+    return found
+
+
 def not_traced(function: Function) -> Function:
     """`torch.compile` calls it as it is, from what it compiles."""
 

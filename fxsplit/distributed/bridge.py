@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..compat import tree_leaves, tree_unflatten
+from ..compat import fake_tensors, tree_leaves, tree_unflatten
 from ..errors import ArgumentError, PlanError, RankError
 from ..graph.flow import parameter_chains
 from ..graph.ir import Program, Stage, Traced
@@ -259,7 +258,7 @@ def _sizes(pipe: Pipeline) -> dict[str, Any]:
             for name, x in zip(pipe.program.inputs, split, strict=True)
         }
     for stage in pipe.stages:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with fake_tensors(), torch.enable_grad():
             own = {
                 name: _like(t, stage)
                 for name, t in (*stage.module.named_parameters(), *stage.module.named_buffers())

@@ -36,6 +36,8 @@ class RankHub(Here):
         rank_of: by stage.
     """
 
+    everything = False
+
     def __init__(self, channel: Channel, watch: Watch, rank_of: Sequence[int]) -> None:
         self.channel, self.watch, self.rank_of, self.rank = channel, watch, rank_of, channel.rank
         self._tapes: dict[int, tuple[Tape, Tape]] = {}
@@ -77,7 +79,7 @@ class RankHub(Here):
         seed.use()  # on all ranks alike, whether or not this one's stages come to draw
         return seed
 
-    def begins(self, call: Call, tape: Tape) -> None:
+    def begins(self, call: Call, tape: Tape, act: Act) -> Act:
         if tape is not call.tape.backward:
             self._calls += 1
             self._orders.clear()
@@ -92,6 +94,19 @@ class RankHub(Here):
         )
         for source, coming in expected_from(tape).items():
             self.channel.expect(source, [self._key(call, x) for x in coming], self.digest)
+        return self._announced(call, act)
+
+    def _announced(self, call: Call, act: Act) -> Act:
+        watch, stages = self.watch, call.program.stages
+
+        def told(instruction: Instruction) -> None:
+            if instruction.packet is None:
+                (i, *_), stage = instruction.micro_batches, stages[instruction.stage]
+                span = " … ".join(dict.fromkeys(stage.modules)) or "the model"
+                watch.computes(f"the {instruction.kind} of stage {stage.index} ({span}), micro-batch {i}")
+            act(instruction)
+
+        return told
 
     def _key(self, call: Call, x: Instruction) -> Key:
         packet = x.packet
@@ -110,18 +125,6 @@ class RankHub(Here):
         )
         synchronizes(module, last=micro_batch == last)
         return contextlib.nullcontext()
-
-    def announced(self, call: Call, act: Act) -> Act:
-        watch, stages = self.watch, call.program.stages
-
-        def told(instruction: Instruction) -> None:
-            if instruction.packet is None:
-                (i, *_), stage = instruction.micro_batches, stages[instruction.stage]
-                span = " … ".join(dict.fromkeys(stage.modules)) or "the model"
-                watch.computes(f"the {instruction.kind} of stage {stage.index} ({span}), micro-batch {i}")
-            act(instruction)
-
-        return told
 
     def message(self, call: Call, instruction: Instruction) -> None:
         packet = instruction.packet

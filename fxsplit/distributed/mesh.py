@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch 2.9 to 2.15: as torch.distributed has them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import RankError
 from .watch import watch_of_process
+
+_TORCH: Any = dist  # has its stores without saying so to mypy
 
 
 def init(*, pp: int, dp: int = 1, device: str | None = None, patience: float = 600.0) -> DeviceMesh:
@@ -67,6 +69,6 @@ def _join(backend: str, world: int) -> None:
         dist.init_process_group(backend)
         return
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
-    mine = PrefixStore(f"fxsplit/attempt/{attempt}", store)
+    store = _TORCH.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    mine = _TORCH.PrefixStore(f"fxsplit/attempt/{attempt}", store)
     dist.init_process_group(backend, store=mine, rank=int(os.environ["RANK"]), world_size=world)

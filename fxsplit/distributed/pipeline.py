@@ -602,7 +602,6 @@ def _compare(pipe: RankPipeline, plan: Plan) -> None:
     Raises:
         RankError: names what differs, on every rank.
     """
-    from .. import __version__
 
     def digest(text: str) -> str:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -613,7 +612,7 @@ def _compare(pipe: RankPipeline, plan: Plan) -> None:
         for n, t in (*pipe.model.named_parameters(), *pipe.model.named_buffers())
     ]
     mine = {
-        "fxsplit": __version__,
+        "fxsplit": vars(sys.modules["fxsplit"])["__version__"],
         "torch": str(torch.__version__),
         "Python": sys.version.split()[0],
         "plan": repr(plan),

@@ -27,14 +27,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-    TCPStore,
-)  # torch 2.9 to 2.15: as torch.distributed has them
 
 from ..errors import RankError
 
+_TORCH: Any = dist  # has its stores without saying so to mypy
 BEAT = 0.25  # seconds between two
 SILENT = 3.0  # without a beat of a rank that had one
 CUT_OFF = 8.0  # without an answer of the store
@@ -50,7 +46,7 @@ class Watch:
         rank, size: of all processes.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
         self._patience = 600.0
         self._changed = threading.Condition()
@@ -104,7 +100,12 @@ class Watch:
         if not self._raised:
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
             self._raised = True
-            self._declare(f"rank {self.rank} failed: {type(error).__name__}: {error}{notes}")
+            cause = f"rank {self.rank} failed: {type(error).__name__}: {error}{notes}"
+            telling = threading.Thread(
+                target=self._declare, args=(cause,), name="fxsplit tells why", daemon=True
+            )
+            telling.start()
+            telling.join(SILENT)  # the store may be out of reach
 
     def refused(self, error: BaseException) -> None:
         """A call was refused here before anything had gone to others; they hear of it if this rank ends."""
@@ -251,11 +252,12 @@ class Watch:
         if self._ended:
             return
         self._ended = True
-        self._thread.join(2 * BEAT)
-        try:
-            self._store.set(f"beat/{self.rank}", self._beat(-1))
-        except Exception:  # the store went first
-            self._raised = True
+        if not self._raised:  # otherwise all know why, and the store may be out of reach
+            self._thread.join(2 * BEAT)
+            try:
+                self._store.set(f"beat/{self.rank}", self._beat(-1))
+            except Exception:  # the store went first
+                self._raised = True
         if self._raised and any(t.daemon and t.name.startswith("fxsplit ") for t in threading.enumerate()):
             atexit._run_exitfuncs()
             sys.stdout.flush()
@@ -270,22 +272,22 @@ def watch_of_process() -> Watch:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if address and port:
-        store = TCPStore(address, int(port), is_master=False, timeout=_ANSWER)
+        store = _TORCH.TCPStore(address, int(port), is_master=False, timeout=_ANSWER)
     else:  # whoever initialized torch.distributed has a store that we do not know
         store = _own_store(rank)
-    watch = Watch(PrefixStore(f"fxsplit/{attempt}", store), rank, size)
+    watch = Watch(_TORCH.PrefixStore(f"fxsplit/{attempt}", store), rank, size)
     dist.barrier()  # every rank has a beat
     return watch
 
 
-def _own_store(rank: int) -> TCPStore:
+def _own_store(rank: int) -> Any:
     where: list[Any] = [None, None]
     store = None
     if rank == 0:
         import socket
 
         where[0] = socket.gethostbyname(socket.gethostname())
-        store = TCPStore(where[0], 0, is_master=True, timeout=_ANSWER, wait_for_workers=False)
+        store = _TORCH.TCPStore(where[0], 0, is_master=True, timeout=_ANSWER, wait_for_workers=False)
         where[1] = store.port
     dist.broadcast_object_list(where, src=0)
-    return store or TCPStore(where[0], where[1], is_master=False, timeout=_ANSWER)
+    return store or _TORCH.TCPStore(where[0], where[1], is_master=False, timeout=_ANSWER)

@@ -131,7 +131,7 @@ class Call:
         self.serial = how.serial or not several
         self.norms = how.norms if several else None
         self.seed = how.hub.seed(several=several) if how.drawing else None
-        self.values = Values(how.hub.readers(wiring, tape))
+        self.values = Values(wiring.readers if how.hub.everything else how.hub.readers(wiring, tape))
         self.records: dict[tuple[int, int], Record] = {}
         self.put_off: dict[tuple[int, int], Callable[[], Terms]] = {}
         self.meetings = Meetings()
@@ -155,7 +155,7 @@ class Call:
 
     def results(self) -> list[list[Any]]:
         """Per micro-batch the flat outputs, without graph; none in a process that has not the last stage."""
-        if not self.how.hub.has(len(self.program.stages) - 1):
+        if not (self.how.hub.everything or self.how.hub.has(len(self.program.stages) - 1)):
             return []
         rows = [self.values.results(self.program.outputs, i) for i in range(len(self.chunks))]
         self.values.forget()
@@ -184,7 +184,7 @@ class Call:
         """Nothing has been added to the gradients of parameters."""
         count = len(self.chunks)
         for role in self.wiring.roles:
-            if not self.how.hub.has(role.stage.index):
+            if not (self.how.hub.everything or self.how.hub.has(role.stage.index)):
                 continue
             owned = self.owned(role.stage.index, 0)
             if owned.alone:

@@ -216,7 +216,9 @@ class Engine:
             found.tell()
             replicas = found.now(parameters)
         shared, watched = crew.watching(count)
-        tape = common.hub.tape(crew.tape_for(count, meets), crew.wiring)
+        tape = crew.tape_for(count, meets)
+        if not common.hub.everything:
+            tape = common.hub.tape(tape, crew.wiring)
         compiled = common.options is not None or is_put_aside()
         if compiled:
             check_can_be_compiled(self.compiled, [tape])

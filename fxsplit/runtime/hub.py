@@ -21,7 +21,13 @@ Act = Callable[[Instruction], None]
 
 
 class Here:
-    """All stages are in this process."""
+    """All stages are in this process.
+
+    Attributes:
+        everything: whether they are.
+    """
+
+    everything = True
 
     def has(self, stage: int) -> bool:
         """Whether this process has a stage."""
@@ -39,18 +45,15 @@ class Here:
         """The base of the random numbers of a call that may draw; None for the caller's own, where it has one micro-batch."""
         return BaseSeed() if several else None
 
-    def begins(self, call: Call, tape: Tape) -> None:
-        """A tape, or half of one, is about to be played."""
+    def begins(self, call: Call, tape: Tape, act: Act) -> Act:
+        """A tape, or half of one, is about to be played. Returns `act`, so that whoever wants to know hears of it."""
+        return act
 
     def accumulating(
         self, call: Call, stage: int, micro_batch: int
     ) -> contextlib.AbstractContextManager[None] | None:
         """Around a backward of a stage whose parameters somebody else manages, who adds up their gradients; None for ours."""
         return None
-
-    def announced(self, call: Call, act: Act) -> Act:
-        """`act`, so that whoever wants to know hears what is played."""
-        return act
 
     def message(self, call: Call, instruction: Instruction) -> None:
         """A packet goes, or is waited for."""

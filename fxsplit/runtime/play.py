@@ -58,7 +58,7 @@ def step(call: Call, loss: LossInside) -> None:
     with _first(call), parameter_hooks_silenced(list(call.parameters.values())):
         _play(call, call.tape)
     call.written.arrive()
-    if call.how.hub.has(len(call.program.stages) - 1):
+    if call.how.hub.everything or call.how.hub.has(len(call.program.stages) - 1):
         check_differentiable(loss.differentiable)
 
 
@@ -82,10 +82,10 @@ def _first(call: Call) -> Iterator[None]:
 
 
 def _play(call: Call, tape: Tape) -> None:
-    call.how.hub.begins(call, tape)
     run = call.lanes.queued(announced(functools.partial(act, call), call.device_of, call.how.hooks))
 
-    run = call.how.hub.announced(call, run)
+    if not call.how.hub.everything:
+        run = call.how.hub.begins(call, tape, run)
 
     def play_one(instruction: Instruction) -> None:
         try:
