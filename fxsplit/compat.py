@@ -80,18 +80,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def not_traced(function: Function) -> Function:
     """`torch.compile` calls it as it is, from what it compiles."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call: Any = wrapped
-    dynamo = torch._C._dynamo.eval_frame  # torch 2.9 to 2.15
+    dynamo, marked = torch._C._dynamo.eval_frame, cast(Any, function)  # torch 2.9 to 2.15
     skip = dynamo._FrameAction.SKIP
-    call.__code__ = call.__code__.replace(co_name=function.__name__)  # its own, which others do not share
-    dynamo.set_code_exec_strategy(call.__code__, dynamo._FrameExecStrategy(skip, skip))
-    call._torchdynamo_disable = True
-    return cast(Function, call)
+    marked.__code__ = marked.__code__.replace()  # its own: a decorator's is that of all that it decorates
+    dynamo.set_code_exec_strategy(marked.__code__, dynamo._FrameExecStrategy(skip, skip))
+    marked._torchdynamo_disable = True
+    return function
 
 
 @functools.cache

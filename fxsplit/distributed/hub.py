@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -114,17 +113,15 @@ class RankHub(Here):
         sizes = tuple(tuple(v.shape) for i in x.micro_batches for v in call.chunks[i])
         return packet.forward, x.stage, packet.values, packet.parameters, sizes
 
-    def accumulating(
-        self, call: Call, stage: int, micro_batch: int
-    ) -> contextlib.AbstractContextManager[None] | None:
+    def accumulates(self, call: Call, stage: int, micro_batch: int) -> bool:
         module = self.sharded.get(stage)
         if module is None:
-            return None
+            return False
         last = max(
             i for x in call.tape.order if x.kind == "backward" and x.stage == stage for i in x.micro_batches
         )
         synchronizes(module, last=micro_batch == last)
-        return contextlib.nullcontext()
+        return True
 
     def message(self, call: Call, instruction: Instruction) -> None:
         packet = instruction.packet

@@ -6,7 +6,6 @@ ranks and comes from them are instructions, too (`fxsplit.distributed.hub`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -49,11 +48,9 @@ class Here:
         """A tape, or half of one, is about to be played. Returns `act`, so that whoever wants to know hears of it."""
         return act
 
-    def accumulating(
-        self, call: Call, stage: int, micro_batch: int
-    ) -> contextlib.AbstractContextManager[None] | None:
-        """Around a backward of a stage whose parameters somebody else manages, who adds up their gradients; None for ours."""
-        return None
+    def accumulates(self, call: Call, stage: int, micro_batch: int) -> bool:
+        """Whether somebody else manages the parameters of a stage that is about to go backward, and adds up its gradients."""
+        return False
 
     def message(self, call: Call, instruction: Instruction) -> None:
         """A packet goes, or is waited for."""

@@ -62,9 +62,8 @@ def backward(call: Call, instruction: Instruction) -> None:
     if roots and instruction.kind == "inputs" and call.is_halved(stage.index, i):
         first, early, late = input_half(roots, seeds, list(wanted.values()), list(weights.values()))
         found = [*first, *early]
-    elif roots and (others := call.how.hub.accumulating(call, stage.index, i)) is not None:
-        with others:
-            found = _accumulated(call, roots, seeds, every)
+    elif roots and not call.how.hub.everything and call.how.hub.accumulates(call, stage.index, i):
+        found = _accumulated(call, roots, seeds, every)
     elif roots and every:
         draws = (
             (stage.rng_state or call.how.compiled)
