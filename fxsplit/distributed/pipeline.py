@@ -413,6 +413,11 @@ class RankPipeline(Pipeline):
         self.model.zero_grad(set_to_none)
 
     @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent to others of its pipeline, headers with them."""
+        return self._channel.sent
+
+    @property
     def replica(self) -> int:
         """Which of the pipelines beside each other this is; 0 where there is one."""
         return 0 if self._reduces is None else dist.get_rank(self._reduces)

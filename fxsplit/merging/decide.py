@@ -12,6 +12,7 @@ from ..batch.dims import BatchDims
 from ..batch.merge import Merge, Total
 from ..compat import tree_leaves
 from ..errors import BatchError
+from ..graph.effects import is_known
 from ..graph.ir import TensorSpec, Traced
 from ..graph.nodes import output_names, output_values
 from ..modules.state import preserved
@@ -161,7 +162,9 @@ def _derivation(model: nn.Module, traced: Traced, probes: Sequence[Probe], dims:
     opaque = {
         node.name: f"{node.target} is kept whole: {traced.kept_whole[str(node.target)]}"
         for node in traced.graph.nodes
-        if node.op == "call_module" and str(node.target) in traced.kept_whole
+        if node.op == "call_module"
+        and str(node.target) in traced.kept_whole
+        and not _only_kernels(model, str(node.target))
     }
     refuted: set[str] = set()
     while True:
@@ -172,6 +175,16 @@ def _derivation(model: nn.Module, traced: Traced, probes: Sequence[Probe], dims:
         if not wrong:
             return found
         refuted |= wrong
+
+
+# Layers of torch.nn's that are kept whole because they choose among kernels, all of which compute one function.
+_KERNELS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+
+
+def _only_kernels(model: nn.Module, path: str) -> bool:
+    """Whether a module that is kept whole does the same with other numbers: what was recorded of it then says it all."""
+    module = model.get_submodule(path)
+    return isinstance(module, _KERNELS) and all(map(is_known, module.modules()))
 
 
 def _refuted(
