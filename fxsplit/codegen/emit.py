@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import tree_leaves
-from ..graph.effects import rate_of
+from ..graph.effects import rated_layers
 from ..graph.ir import Assignment, Program, Stage, TensorSpec, Traced
 from ..graph.nodes import (
     bind,
@@ -98,7 +98,7 @@ def _rates(traced: Traced, part: Part) -> tuple[str, ...]:
         getattr(traced.module, traced.names[str(n.target)], None) if n.op == "call_module" else None
         for n in drawing
     ]
-    if not all(isinstance(layer, nn.Module) and rate_of(layer) for layer in layers):
+    if not all(isinstance(layer, nn.Module) and rated_layers(layer) for layer in layers):
         return ()
     return tuple(dict.fromkeys(str(n.target) for n in drawing))
 

@@ -97,17 +97,20 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in own if isinstance(t, torch.Tensor)]
 
 
-def rate_of(module: nn.Module) -> str | None:
-    """The attribute that says how much it draws, of a layer that draws by nothing else."""
-    inner = list(module.modules())
-    names = [n for kind, n in RATES.items() if isinstance(module, kind)]
-    return names[0] if names and all(map(is_known, inner)) else None
+def rated_layers(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The layers in it that draw, and the attributes that say how much; none if anything in it draws by something else."""
+    found = []
+    for inner in module.modules():
+        names = [n for kind, n in RATES.items() if isinstance(inner, kind)]
+        if not is_known(inner) or (not names and isinstance(inner, _DRAW)):
+            return []
+        found += [(inner, name) for name in names[:1]]
+    return found
 
 
-def draws_now(module: nn.Module) -> bool:
+def draws_now(layer: nn.Module, rate: str) -> bool:
     """Whether a layer with a rate draws, by its rate and mode as they are."""
-    name = rate_of(module)
-    return name is None or (module.training and getattr(module, name) != 0)
+    return layer.training and getattr(layer, rate) != 0
 
 
 def may_draw(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import weakref
@@ -16,7 +17,7 @@ from ..batchnorm.deferred import DeferredNorms, batch_counters
 from ..batchnorm.synchronised import SyncNorms
 from ..compat import modes_in_force
 from ..errors import ArgumentError, BatchError
-from ..graph.effects import draws_now
+from ..graph.effects import draws_now, rated_layers
 from ..graph.flow import flow_of
 from ..graph.ir import Program
 from ..graph.nodes import resolve
@@ -54,7 +55,10 @@ class Crew:
         self._replicas: Replicas | None = None
         self._generation = 0
         self._company, self._left = company, left
-        self._rates = {s.index: [resolve(model, path) for path in s.rates] for s in program.stages}
+        self._rates = {
+            s.index: [row for path in s.rates for row in rated_layers(resolve(model, path))]
+            for s in program.stages
+        }
         self._random = [s for s in program.stages if s.random]
         self._shared = shared_objects(program)
         self._watched = frozenset(
@@ -137,7 +141,9 @@ class Crew:
         if not self._random:
             return frozenset()
         return frozenset(
-            s.index for s in self._random if not s.rates or any(map(draws_now, self._rates[s.index]))
+            s.index
+            for s in self._random
+            if not s.rates or any(itertools.starmap(draws_now, self._rates[s.index]))
         )
 
     def watching(self, micro_batches: int) -> tuple[Sequence[Shared], frozenset[int]]:
