@@ -44,7 +44,10 @@ class Channel:
         self._groups = {
             up: dist.new_group(self._ranks, use_local_synchronization=True) for up in (True, False)
         }
-        self._headers: dict[tuple[bool, int, Key], bytes] = {}
+        self._sent: dict[
+            tuple[int, Key], tuple[bytes, list[int]]
+        ] = {}  # header and sizes of the last of a kind
+        self._headers: dict[tuple[int, Key], bytes] = {}
         self._inbox: dict[tuple[int, int], list[Item]] = {}
         self._numbers: dict[tuple[bool, int], int] = {}  # of the packets to and from each rank
         self._expected: dict[int, SimpleQueue[tuple[int, Key, int] | None]] = {}
@@ -61,14 +64,14 @@ class Channel:
             digest: what the other end has to agree on.
         """
         header, tensors = packed(items)
-        known = self._headers.get((True, target, key)) == header
-        self._headers[True, target, key] = header
-        prefix = torch.tensor([digest, 0 if known else len(header)], dtype=torch.int64)
-        parts = [
-            prefix,
-            *([] if known else [torch.frombuffer(bytearray(header), dtype=torch.uint8)]),
-            *tensors,
-        ]
+        known, sizes = self._sent.get((target, key), (None, []))
+        new = known != header
+        self._sent[target, key] = header, [t.numel() for t in tensors]
+        parts = [torch.tensor([digest, len(header) if new else 0], dtype=torch.int64)]
+        if new:  # the other end has made room for what came last: it is filled with nothing
+            parts += [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            parts.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        parts += tensors
         group, to = self._groups[target > self.rank], self._ranks[target]
         for part in parts:
             work = dist.isend(part, to, group=group)
@@ -114,27 +117,33 @@ class Channel:
     def _take(self, source: int, queue: SimpleQueue[tuple[int, Key, int] | None]) -> None:
         group, origin = self._groups[source < self.rank], self._ranks[source]
 
-        def come(place: torch.Tensor) -> torch.Tensor:
-            work = dist.irecv(place, origin, group=group)
-            assert work is not None
-            work.wait()
-            return place
+        def begin(places: Sequence[torch.Tensor]) -> list[Any]:
+            return [(dist.irecv(place, origin, group=group), place) for place in places]
+
+        def end(coming: Sequence[Any]) -> None:
+            for work, place in coming:
+                work.wait()
+                _settled(place)
 
         while (expected := queue.get()) is not None:
             number, key, digest = expected
-            found, length = come(torch.empty(_PREFIX, dtype=torch.int64)).tolist()
+            prefix, header = torch.empty(_PREFIX, dtype=torch.int64), self._headers.get((source, key))
+            coming = Unpacking(header, self._device) if header is not None else None
+            first = begin([prefix])
+            rest = begin(coming.places if coming is not None else [])
+            end(first)
+            found, length = prefix.tolist()
             if found != digest:
                 self._watch.disagrees(origin)
                 return
+            end(rest)
             if length:
-                header = come(torch.empty(length, dtype=torch.uint8))
-                self._headers[False, source, key] = bytes(header.numpy().tobytes())
-            coming = Unpacking(self._headers[False, source, key], self._device)
-            works = [dist.irecv(place, origin, group=group) for place in coming.places]
-            for work, place in zip(works, coming.places, strict=True):
-                assert work is not None
-                work.wait()
-                _settled(place)
+                text = torch.empty(length, dtype=torch.uint8)
+                end(begin([text]))
+                self._headers[source, key] = header = bytes(text.numpy().tobytes())
+                coming = Unpacking(header, self._device)
+                end(begin(coming.places))
+            assert coming is not None
             self._inbox[source, number] = coming.items()
             self._watch.notify()
 

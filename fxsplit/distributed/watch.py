@@ -120,6 +120,7 @@ class Watch:
 
     def disagrees(self, other: int) -> None:
         """Another rank has sent what belongs to another call."""
+        time.sleep(2 * BEAT)  # what it has sent is newer than its beat
         theirs = json.loads(self._ask(f"beat/{other}"))["said"]
         self._declare(
             f"the ranks do not do the same: rank {other} has {theirs}; rank {self.rank} has {self._said}"

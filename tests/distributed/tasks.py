@@ -339,3 +339,61 @@ def goes_on(folder, pp, dp, plan):
     found = {name: p.detach() for name, p in pipe.named_parameters()}
     pipe.close()
     return losses, found
+
+
+def changes_between_steps(plan):
+    """Other batches, frozen layers, no gradient of inputs: what travels is other things, and all is as in one process."""
+    mesh = fd.init(pp=2)
+    model, batch = built("masked")
+    args = example(batch, 8)
+    one = fxsplit.compile(copy.deepcopy(model), plan, example_args=args)
+    pipe = fd.compile(
+        functools.partial(made, "masked"), plan, mesh, example_args=args, weights=model.state_dict()
+    )
+    opts = [torch.optim.SGD(p.parameters(), **RATE) for p in (one, pipe)]
+    for rows, frozen in ((8, 0), (6, 0), (8, 2), (8, 3), (7, 3), (8, 0), (8, 0)):
+        found = []
+        for p, opt in zip((one, pipe), opts, strict=True):
+            for k, layer in enumerate(p.model.layers):
+                layer.requires_grad_(k >= frozen)
+            x, mask = example(batch, rows, rows)
+            torch.manual_seed(rows)
+            loss = loss_of("masked")
+            found.append(p.step_with_output(x, mask, target=x, loss_fn=loss, reduction="mean"))
+            opt.step()
+            opt.zero_grad()
+        (a, (y, sums)), (b, (z, others)) = found
+        assert torch.equal(a, b) and torch.equal(y, z) and torch.equal(sums, others)
+    whole = one.state_dict()
+    assert all(torch.equal(v, whole[n]) for n, v in pipe.state_dict().items())
+    pipe.close()
+
+
+def differs(what):
+    """One rank has something else."""
+    rank = int(os.environ["RANK"])
+    mesh = fd.init(pp=2)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    width = 5 if what == "model" and rank else 4
+    plan = Plan(stages=2, micro_batches=4 if what == "plan" and rank else 2)
+    try:
+        pipe = fd.compile(
+            lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)), plan, mesh, example_args=(x,)
+        )
+        rows = 6 if what == "rows" and rank else 8
+        torch.manual_seed(rank)
+        pipe.step(x[:rows], target=x[:rows], loss_fn=F.mse_loss)
+    except fxsplit.errors.RankError as error:
+        return str(error)
+    return "nothing"
+
+
+def too_few_stages():
+    """One stage for two ranks."""
+    mesh = fd.init(pp=2)
+    x = torch.randn(8, 4)
+    try:
+        fd.compile(lambda: nn.Linear(4, 4), Plan(), mesh, example_args=(x,))
+    except fxsplit.errors.FxsplitError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""

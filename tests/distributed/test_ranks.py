@@ -4,6 +4,7 @@ import pytest
 
 from fxsplit import Plan, Schedule
 from tests.distributed import tasks
+from tests.distributed.ranks import Ranks
 from tests.models import build
 
 pytestmark = pytest.mark.slow
@@ -84,3 +85,38 @@ def test_the_norm_of_all_gradients(two):
 
 def test_all_models_are_there():
     assert all(build(name) for name in NAMES if name != "masked")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_travels_may_change_from_step_to_step(two, schedule):
+    two.run(tasks.changes_between_steps, Plan(stages=4, micro_batches=3, schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("plan", ["plan", "micro_batches=4) on rank 1", "micro_batches=2) on rank 0"]),
+        ("model", ["on rank 1", "on rank 0"]),
+        ("rows", ["do not do the same", "(3, 4)", "(4, 4)"]),
+    ],
+)
+def test_what_is_not_the_same_on_all_ranks_is_named_on_all(tmp_path, what, named):
+    ranks = Ranks(2, tmp_path)
+    try:
+        errors = ranks.run(tasks.differs, what)
+        ranks.close()
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    assert errors[0].split("\n")[0] == errors[1].split("\n")[0]
+    assert all(word in errors[0] for word in named), errors[0]
+
+
+def test_more_ranks_than_stages(tmp_path):
+    ranks = Ranks(2, tmp_path)
+    try:
+        (kind, text), _ = ranks.run(tasks.too_few_stages)
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    assert kind == "PlanError" and "1 stages for 2 ranks" in text and "init(pp=1)" in text
