@@ -106,6 +106,14 @@ class Ranks:
             log.close()
         return [process.returncode for process in self.processes]
 
+    def kill(self):
+        """At once, if they are still there."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for file in (*self.logs, *self.pipes):
+            file.close()
+
 
 class Failed:
     """An error on a rank, as text and as a class."""

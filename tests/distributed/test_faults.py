@@ -31,8 +31,7 @@ def meet(tmp_path, kind, stage, micro_batch, phase, schedule="1f1b", pp=3):
         )  # nobody is aborted
         return found, when
     finally:
-        for process in ranks.processes:
-            process.kill()
+        ranks.kill()
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ def test_what_is_not_the_same_on_all_ranks_is_named_on_all(tmp_path, what, named
         errors = ranks.run(tasks.differs, what)
         ranks.close()
     finally:
-        for process in ranks.processes:
-            process.kill()
+        ranks.kill()
     assert errors[0].split("\n")[0] == errors[1].split("\n")[0]
     assert all(word in errors[0] for word in named), errors[0]
 
@@ -117,6 +116,5 @@ def test_more_ranks_than_stages(tmp_path):
     try:
         (kind, text), _ = ranks.run(tasks.too_few_stages)
     finally:
-        for process in ranks.processes:
-            process.kill()
+        ranks.kill()
     assert kind == "PlanError" and "1 stages for 2 ranks" in text and "init(pp=1)" in text
