@@ -14,7 +14,8 @@ torchrun, process groups, DeviceMesh and distributed checkpoints are torch's own
 
 from .bridge import torch_pipelining
 from .checkpoint import load, save
+from .compile import compile
 from .mesh import init
-from .pipeline import RankPipeline, compile
+from .pipeline import RankPipeline
 
 __all__ = ["RankPipeline", "compile", "init", "load", "save", "torch_pipelining"]

@@ -15,6 +15,7 @@ from ..runtime.wiring import Wiring
 from ..schedules.ranks import expected_from, tapes_of_ranks
 from ..schedules.tape import Instruction, Packet, Tape
 from .channel import Channel, Key
+from .gradients import Averages, last_backwards
 from .packets import Item
 from .sharding import synchronizes
 from .watch import Watch
@@ -43,6 +44,7 @@ class RankHub(Here):
         self._orders: dict[int, dict[tuple[str, int], int]] = {}
         self._calls = self.digest = 0
         self.sharded: dict[int, nn.Module] = {}  # stages whose parameters FSDP has
+        self.averages: Averages | None = None  # of the step that is played, where there are replicas
 
     def has(self, stage: int) -> bool:
         return self.rank_of[stage] == self.rank
@@ -93,10 +95,11 @@ class RankHub(Here):
         )
         for source, coming in expected_from(tape).items():
             self.channel.expect(source, [self._key(call, x) for x in coming], self.digest)
-        return self._announced(call, act)
+        return self._announced(call, tape, act)
 
-    def _announced(self, call: Call, act: Act) -> Act:
-        watch, stages = self.watch, call.program.stages
+    def _announced(self, call: Call, tape: Tape, act: Act) -> Act:
+        watch, stages, averages = self.watch, call.program.stages, self.averages
+        last = last_backwards(tape) if averages is not None else {}
 
         def told(instruction: Instruction) -> None:
             if instruction.packet is None:
@@ -104,6 +107,9 @@ class RankHub(Here):
                 span = " … ".join(dict.fromkeys(stage.modules)) or "the model"
                 watch.computes(f"the {instruction.kind} of stage {stage.index} ({span}), micro-batch {i}")
             act(instruction)
+            for done in last.get(instruction.number, ()):
+                assert averages is not None
+                averages.begin(call, done)
 
         return told
 

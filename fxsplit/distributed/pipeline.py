@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import compiler
 from ..batch.merge import split_gradients
 from ..compat import TreeSpec, not_traced, parameter_hooks_silenced, tree_unflatten
-from ..errors import ArgumentError, FxsplitError, PlanError, RankError
+from ..errors import ArgumentError, FxsplitError, RankError
 from ..graph.ir import Stage
-from ..graph.place import has_no_values, tensors_of
 from ..loss.check import check_differentiable
 from ..loss.inside import LossInside
 from ..loss.losses import beside, check_loss, check_loss_fn
 from ..loss.reductions import LossFn
 from ..pipeline import Pipeline
-from ..plan.plan import Plan
+from ..proof.structure import RULES, verify_structure
 from ..runtime import play
 from ..runtime.engine import Batch, Engine
 from ..runtime.guarded import Guarded, buffers_as_before
 from ..runtime.reentry import computing_for
-from ..weights.fill import fill
-from ..weights.replayed import Recording, recorded
+from ..weights.fill import Loaded, fill
 from ..weights.sources import source_of
 from .channel import Channel
+from .gradients import Averages, chains, handed_on
 from .hub import RankHub, ranks_of_stages
 from .packets import Item
-from .sharding import is_sharded, local, sharded
+from .sharding import is_sharded, local
 from .watch import watch_of_process
 
 
@@ -190,16 +185,22 @@ class RankPipeline(Pipeline):
             entered.enter_context(buffers_as_before(self._written(now)))
             self._follow_first_replica(now)
             call, runner = self._called(now, batch, grad=True)
+            averages = None if self._reduces is None else Averages(self._reduces, self._channel)
+            self._hub.averages = averages
             inside = now.loss_inside and len(batch.rows) > 1
             play_it = self._loss_inside if inside else self._loss_outside
             loss, flat, gradients, others = play_it(now, runner, batch, loss_fn, target, reduction)
             self._commit(runner)
-            gradients = self._tied(now, call, gradients, len(batch.inputs))
+            first = len(batch.inputs)
+            found = dict(zip(call.parameters, gradients[first:], strict=True))
+            handed_on(self._channel, self._hub.rank_of, self._hub.digest, now.compiled.stages, found)
             shared = self._from_last(
                 None if loss is None else [loss.detach(), *(flat if output and flat else [])]
             )
-            shared[0], gradients = self._averaged(shared[0], gradients, len(batch.inputs))
-            _add([*batch.inputs, *call.parameters.values()], gradients, others)
+            if averages is not None:
+                shared[0] = averages.end(shared[0], call.parameters, found)
+            leaves = [*batch.inputs, *call.parameters.values()]
+            _add(leaves, [*gradients[:first], *found.values()], others)
         whole = tree_unflatten(shared[1:], now.compiled.traced.out_spec) if output else None
         return shared[0], whole
 
@@ -263,58 +264,7 @@ class RankPipeline(Pipeline):
         flat = [v.detach() if isinstance(v, torch.Tensor) else v for v in shown[: spec.num_leaves]]
         return loss.detach(), flat, runner._gradients(), []
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def _tied(
-        self, now: Engine, call: Any, gradients: list[torch.Tensor | None], first: int
-    ) -> list[torch.Tensor | None]:
-        """The whole gradient of a parameter that several ranks have: its first stage's rank has it, and hands it on."""
-        hub, channel = self._hub, self._channel
-        names = list(call.parameters)
-        for source, target, fqns in self._ties(now):
-            if channel.rank == source:
-                rows = [(f, 0, None, gradients[first + names.index(f)]) for f in fqns if f in names]
-                channel.send(target, ("tied", *fqns), hub.digest, rows)
-            elif channel.rank == target:
-                channel.expect(source, [("tied", *fqns)], hub.digest)
-                for fqn, _, _, gradient in channel.receive(source):
-                    if fqn in names:
-                        gradients[first + names.index(fqn)] = gradient
-        return gradients
-
-    def _ties(self, now: Engine) -> list[tuple[int, int, list[str]]]:
-        hub, found = self._hub, dict[tuple[int, int], list[str]]()
-        for fqn, chain in _chains(now.compiled.stages).items():
-            source = hub.rank_of[chain[0]]
-            for target in sorted({hub.rank_of[s] for s in chain} - {source}):
-                found.setdefault((source, target), []).append(fqn)
-        return [(source, target, fqns) for (source, target), fqns in sorted(found.items())]
-
-    def _averaged(
-        self, loss: torch.Tensor, gradients: list[torch.Tensor | None], first: int
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Loss and gradients of parameters, averaged over the replicas of the pipeline, as DistributedDataParallel does."""
-        if self._reduces is None:
-            return loss, gradients
-        size = self._reduces.size()
-        rows: dict[torch.dtype, list[int]] = {}
-        for k in range(first, len(gradients)):
-            g = gradients[k]
-            if g is not None:
-                rows.setdefault(g.dtype, []).append(k)
-        flats = {dtype: torch.cat([gradients[k].reshape(-1) for k in ks]) for dtype, ks in rows.items()}  # type: ignore[union-attr]
-        total = loss.detach().clone()
-
-        def reduce() -> None:
-            for flat in (*flats.values(), total):
-                dist.all_reduce(flat, group=self._reduces)
-
-        self._channel.awaited(reduce, "the sums over replicas")
-        for dtype, ks in rows.items():
-            pieces = (flats[dtype] / size).split([gradients[k].numel() for k in ks])  # type: ignore[union-attr]
-            for k, piece in zip(ks, pieces, strict=True):
-                gradients[k] = piece.view(gradients[k].shape)  # type: ignore[union-attr]
-        return total / size, gradients
+    # -- replicas ----------------------------------------------------------------------------------------------------
 
     def _follow_first_replica(self, now: Engine) -> None:
         """Buffers that forwards write are those of the first replica, as with DistributedDataParallel."""
@@ -337,8 +287,8 @@ class RankPipeline(Pipeline):
         Returns:
             The norm of all gradients before, on every rank.
         """
-        hub, chains = self._hub, _chains(self.stages)
-        mine = [p for n, p in self.named_parameters() if n not in chains or hub.has(chains[n][0])]
+        hub, tied = self._hub, chains(self.stages)
+        mine = [p for n, p in self.named_parameters() if n not in tied or hub.has(tied[n][0])]
         largest = norm_type == float("inf")
         how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         sums = []
@@ -431,6 +381,77 @@ class RankPipeline(Pipeline):
         with self._told():
             return self._channel.awaited(collective, what)
 
+    def load_weights(self, source: Any) -> Loaded:
+        """As in one process; a rank reads and has those of its own stages.
+
+        Raises:
+            RankError: parameters are sharded already.
+            WeightsError, ArgumentError: as in one process, on every rank that cannot read its own.
+        """
+        self._watch.check()
+        if self._hub.sharded:
+            raise RankError(
+                "the parameters are sharded already, and weights come before that",
+                remedy="weights= of fxsplit.distributed.compile; or fxsplit.distributed.load, of a checkpoint",
+            )
+        own = [
+            s
+            for engine in self.engines()
+            for s in engine.compiled.stages
+            if self._hub_of(engine).has(s.index)
+        ]
+        try:
+            with self._begun.common.lock, torch.inference_mode(False), torch.no_grad():
+                found = fill(self.model, own, source_of(source), whole=False)
+        except FxsplitError as error:
+            self._watch.refused(error)
+            raise
+        for engine in self.engines():
+            engine.watch.use_current_modules()
+        return found
+
+    def verify(self) -> str:
+        """Prove that each program is its traced graph. Numbers are not compared: no rank has the whole model.
+
+        Returns:
+            What was shown, a line for each rule.
+
+        Raises:
+            VerifyError: names the rule that does not hold.
+        """
+        for engine in self.engines():
+            verify_structure(self.model, engine.compiled.traced, engine.compiled.program)
+        lines = [f"{rule.name}: holds ({rule.why})" for rule in RULES]
+        return "\n".join([*lines, "numbers: not compared, since no rank has the whole model"])
+
+    def verify_micro_batches(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Refused: see `verify`."""
+        raise _elsewhere("verify_micro_batches")
+
+    def run_whole(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Refused: a rank has its own stages only."""
+        raise _elsewhere("run_whole")
+
+    def recompile(self, *args: Any, **kwargs: Any) -> Self:
+        """Refused: all ranks compile together."""
+        raise ArgumentError(
+            "a pipeline over ranks is not compiled anew in place: every rank has weights of its own stages only",
+            remedy="fxsplit.distributed.save(...), pipe.close(), fxsplit.distributed.compile(...) and load(...)",
+        )
+
+    def in_place(self) -> Any:
+        """Refused: a model that other programs call has all of its weights."""
+        raise ArgumentError(
+            "a pipeline over ranks does not take the place of its model, of which each rank has a part",
+            remedy="pipe(...) under torch.no_grad(), or pipe.step(...), on every rank",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ArgumentError(
+            "a pipeline over ranks is not copied: the ranks have compiled it together",
+            remedy="fxsplit.distributed.compile(...) once more, on every rank; copy.deepcopy(pipe.state_dict()) for weights",
+        )
+
     def close(self) -> None:
         """The threads of this pipeline end; nothing is sent any more."""
         self._channel.close()
@@ -440,13 +461,11 @@ class RankPipeline(Pipeline):
         return f"{len(self)} stages over {self._channel.size} ranks, {mine or 'none'} here, {self.plan!r}"
 
 
-def _chains(stages: Sequence[Stage]) -> dict[str, list[int]]:
-    """Parameters that several stages read → these."""
-    chains: dict[str, list[int]] = {}
-    for stage in stages:
-        for fqn in stage.parameters:
-            chains.setdefault(fqn, []).append(stage.index)
-    return {fqn: chain for fqn, chain in chains.items() if len(chain) > 1}
+def _elsewhere(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name} computes with the whole model, of which this rank has a part",
+        remedy="pipe.verify() proves the program; fxsplit.compile(model, plan, ...) in one process compares the numbers",
+    )
 
 
 def _add(
@@ -461,212 +480,3 @@ def _add(
             found[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
     with torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward([t for t, _ in found.values()], [g for _, g in found.values()])
-
-
-def compile(
-    make_model: Callable[[], nn.Module],
-    plan: Plan,
-    mesh: DeviceMesh,
-    *,
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    parallelize: Callable[..., Any] | None = None,
-    weights: Any = None,
-    leaf_modules: Sequence[str | type[nn.Module]] = (),
-    tracer: Any = None,
-) -> RankPipeline:
-    """This rank's part of a pipeline: every rank captures the model without weights, and has those of its own stages.
-
-    Args:
-        make_model: makes the model; it is called under ``torch.device("meta")``, on every rank.
-        plan: as in one process; stages go to the ranks of ``mesh["pp"]`` in rows of neighbours, or one worker of a schedule
-            with several stages each to one rank. Devices and replicas are the mesh's.
-        mesh: of `init`, or one of your own with a dimension ``"pp"``, and maybe ``"dp"``.
-        example_args, example_kwargs: one call; the same on every rank.
-        parallelize: called with the module of each stage of this rank and ``mesh=mesh["dp"]``, when it has its weights:
-            ``torch.distributed.fsdp.fully_shard``, or a function that calls it. Without, each replica has whole parameters.
-        weights: as of `fxsplit.compile`; a rank reads those of its stages. Without, they are those that `make_model` makes
-            in one process after the same ``torch.manual_seed``.
-        leaf_modules, tracer: as of `fxsplit.compile`.
-
-    Raises:
-        RankError: the ranks do not compile the same: versions, plan, model or example.
-        PlanError: the plan asks for what does not go over ranks.
-        FxsplitError: as of `fxsplit.compile`, on every rank.
-    """
-    watch = watch_of_process()
-    watch.check()
-    try:
-        return _compiled(
-            make_model, plan, mesh, example_args, example_kwargs, parallelize, weights, leaf_modules, tracer
-        )
-    except BaseException as error:
-        watch.failed(error)
-        raise
-
-
-def _compiled(
-    make_model: Callable[[], nn.Module],
-    plan: Plan,
-    mesh: DeviceMesh,
-    example_args: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
-    parallelize: Callable[..., Any] | None,
-    weights: Any,
-    leaf_modules: Sequence[str | type[nn.Module]],
-    tracer: Any,
-) -> RankPipeline:
-    _check(plan, mesh)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    ranks = mesh["pp"].size()
-    model, recording = recorded(make_model)
-    if not has_no_values(model):
-        raise ArgumentError(
-            "make_model made a model that has weights already",
-            remedy="a function that makes it, such as lambda: Model(config), and weights=model.state_dict()",
-        )
-    here = plan.replace(devices=str(device)) if device.type != "cpu" else plan
-    pipe = compiler.compile(
-        model,
-        here,
-        example_args=example_args,
-        example_kwargs=example_kwargs,
-        leaf_modules=leaf_modules,
-        tracer=tracer,
-    )
-    if len(pipe) < ranks:
-        raise PlanError(
-            f"{len(pipe)} stages for {ranks} ranks: some would have nothing to do",
-            remedy=f"Plan(stages={ranks}), or init(pp={len(pipe)})",
-        )
-    made = RankPipeline.of(pipe, mesh, device)
-    _compare(made, plan)
-    everything = [stage for engine in made.engines() for stage in _own(made, engine)]
-    source = source_of(weights if weights is not None else _made(made, recording, everything))
-    with torch.inference_mode(False), torch.no_grad():
-        fill(model, everything, source, whole=False)
-    for engine in made.engines():
-        engine.watch.use_current_modules()
-    if parallelize is not None:
-        _shard(made, parallelize, mesh)
-    return made
-
-
-def _shard(pipe: RankPipeline, parallelize: Callable[..., Any], mesh: DeviceMesh) -> None:
-    if "dp" not in (mesh.mesh_dim_names or ()):
-        raise RankError("parallelize= has no replicas to shard over", remedy="init(pp=..., dp=2), say")
-    if len(pipe.engines()) > 1:
-        raise PlanError(
-            "the model takes another path in eval(), and FSDP shards for one program",
-            remedy="dp= without parallelize=, or a model with one path",
-        )
-    (engine,) = pipe.engines()
-    hub, plan = pipe._hub_of(engine), pipe.plan
-    halves = any(tape.halves for tape in engine.crew.tapes)
-    hub.sharded = sharded(pipe.own, parallelize, mesh["dp"], plan.schedule_name, halves=halves)
-    engine.watch.look_at(pipe.own)
-    engine.watch.use_current_modules()
-
-
-def _own(pipe: RankPipeline, engine: Engine) -> list[Stage]:
-    hub = pipe._hub_of(engine)
-    return [stage for stage in engine.compiled.stages if hub.has(stage.index)]
-
-
-def _check(plan: Plan, mesh: DeviceMesh) -> None:
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        raise RankError(
-            "the mesh has no dimension 'pp'",
-            remedy="mesh = fxsplit.distributed.init(pp=2), or mesh_dim_names=('pp', 'dp')",
-        )
-    for asked, what, remedy in (
-        (
-            plan.replicas not in (None, 1),
-            "replicas=",
-            "init(pp=..., dp=...): replicas are a dimension of the mesh",
-        ),
-        (plan.devices is not None, "devices=", "leave it out: each rank has one device"),
-        (plan.device_map is not None, "device_map=", "cut=[...], and one device for each rank"),
-        (plan.offload, "offload=", "more ranks, or offload in one process"),
-        (
-            plan.sync_batch_norm,
-            "sync_batch_norm=",
-            "deferred_batch_norm=True, or sync_batch_norm in one process",
-        ),
-        (not plan.gather, "gather=False", "leave it out: the output is on every rank"),
-    ):
-        if asked:
-            raise PlanError(f"{what} does not go over ranks", remedy=remedy)
-
-
-def _compare(pipe: RankPipeline, plan: Plan) -> None:
-    """All ranks have the same versions, plan, program and example.
-
-    Raises:
-        RankError: names what differs, on every rank.
-    """
-
-    def digest(text: str) -> str:
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    code = ["\n".join(s.module.code for s in one.compiled.stages) for one in pipe.engines()]
-    sizes = [
-        (n, tuple(t.shape), str(t.dtype))
-        for n, t in (*pipe.model.named_parameters(), *pipe.model.named_buffers())
-    ]
-    mine = {
-        "fxsplit": vars(sys.modules["fxsplit"])["__version__"],
-        "torch": str(torch.__version__),
-        "Python": sys.version.split()[0],
-        "plan": repr(plan),
-        "program (hash)": digest("\n\n".join(code)),
-        "model (hash)": digest(json.dumps(sizes)),
-        "example": str([(tuple(x.shape), str(x.dtype)) for x in pipe.example]),
-        "stages of ranks": str(list(pipe.rank_of)),
-    }
-    everybody: list[Any] = [None] * dist.get_world_size()
-    pipe._channel.awaited(
-        lambda: dist.all_gather_object(everybody, mine), "what the other ranks have compiled"
-    )
-    for name in mine:
-        groups: dict[str, list[int]] = {}
-        for rank, one in enumerate(everybody):
-            groups.setdefault(one[name], []).append(rank)
-        if len(groups) > 1:
-            said = "; ".join(
-                f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in groups.items()
-            )
-            raise RankError(
-                f"the ranks do not compile the same {name}: {said}",
-                remedy="the same script, arguments and versions on every rank",
-            )
-
-
-def _made(pipe: RankPipeline, recording: Recording, own: Sequence[Stage]) -> dict[str, torch.Tensor]:
-    """The weights of some stages as `make_model` makes them in one process, from the random numbers of the first rank.
-
-    A rank whose generator is in the same state, as it is after the same ``torch.manual_seed``, has drawn them, then.
-    """
-    before = torch.get_rng_state()
-    numbers = before.clone()
-    first = dist.get_process_group_ranks(dist.group.WORLD)[0]
-    pipe._channel.awaited(lambda: dist.broadcast(numbers, first), "the random numbers of the weights")
-    names = [name for holder in _names_read(pipe.model, own) for name in holder]
-    torch.set_rng_state(numbers)
-    try:
-        return recording.replayed(pipe.model, {*names})
-    finally:
-        if not torch.equal(before, numbers):
-            torch.set_rng_state(before)
-
-
-def _names_read(model: nn.Module, stages: Sequence[Stage]) -> Iterator[list[str]]:
-    """Per tensor that some stages have, its names."""
-    read = {id(getattr(holder, kind)[key]) for s in stages for holder, kind, key in tensors_of(model, s)}
-    names: dict[int, list[str]] = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-    yield from (row for key, row in names.items() if key in read)

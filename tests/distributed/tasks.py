@@ -397,3 +397,98 @@ def too_few_stages():
     except fxsplit.errors.FxsplitError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+def has_the_face_of_a_pipeline(folder):
+    """What people ask of a pipeline is answered, or refused with a way out; the ranks go on together after it."""
+    mesh = fd.init(pp=2)
+    rank = mesh["pp"].get_local_rank()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    pipe = fd.compile(make, Plan(cut=["2"], micro_batches=2), mesh, example_args=(x,))
+    torch.manual_seed(1)
+    other = make()
+    loaded = pipe.load_weights(other.state_dict())
+    assert loaded.tensors == 2
+    expected = fxsplit.compile(copy.deepcopy(other), pipe.plan, example_args=(x,))
+    refused = {}
+    for name, ask in (
+        ("recompile", pipe.recompile),
+        ("in_place", pipe.in_place),
+        ("deepcopy", lambda: copy.deepcopy(pipe)),
+        ("verify_micro_batches", lambda: pipe.verify_micro_batches([x])),
+        ("run_whole", lambda: pipe.run_whole([x])),
+        ("load_weights", lambda: pipe.load_weights({"0.weight": torch.zeros(4, 4)})),
+        ("call", lambda: pipe(x)),
+    ):
+        try:
+            ask()
+        except fxsplit.errors.FxsplitError as error:
+            refused[name] = str(error)
+    assert "numbers: not compared" in pipe.verify()
+    pipe.save_code(os.path.join(folder, str(rank)))
+    pipe.compile_stages(backend="eager")
+    found = pipe.step(x, target=x, loss_fn=F.mse_loss)
+    assert torch.equal(found, expected.step(x, target=x, loss_fn=F.mse_loss))
+    said = pipe.report(), repr(pipe), pipe.staircase(), str(pipe.memory()), sorted(pipe.state_dict())
+    pipe.close()
+    return refused, said
+
+
+def autocasts(plan):
+    """Under autocast, as in one process."""
+    mesh = fd.init(pp=2)
+    model, batch = built("gpt")
+    args = example(batch, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        one = fxsplit.compile(copy.deepcopy(model), plan, example_args=args)
+        pipe = fd.compile(
+            functools.partial(made, "gpt"), plan, mesh, example_args=args, weights=model.state_dict()
+        )
+        expected = steps(one, torch.optim.SGD(one.parameters(), **RATE), "gpt", args, torch.zeros(6), 4)
+        found = steps(pipe, torch.optim.SGD(pipe.parameters(), **RATE), "gpt", args, torch.zeros(6), 4)
+    assert all(map(torch.equal, found, expected)), (found, expected)
+    whole = one.state_dict()
+    assert all(torch.equal(v, whole[n]) for n, v in pipe.state_dict().items())
+    pipe.close()
+
+
+class Sometimes(nn.Module):
+    """Some parameters have no gradient, in every stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.unused = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if k % 2:
+                x = x + self.unused[k // 2](x).detach()
+        return x
+
+
+def reduces_what_is_there(plan):
+    """Over replicas: parameters without a gradient have none, also where another replica has fewer micro-batches."""
+    mesh = fd.init(pp=2, dp=2)
+    replica = mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    model = Sometimes()
+    whole = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    mine = whole[:8] if replica == 0 else whole[8:10]
+    pipe = fd.compile(Sometimes, plan, mesh, example_args=(whole[:8],), weights=model.state_dict())
+    loss = pipe.step(mine, target=mine, loss_fn=F.mse_loss)
+    losses = [F.mse_loss(model(x), x) for x in (whole[:8], whole[8:10])]
+    ((losses[0] + losses[1]) / 2).backward()
+    torch.testing.assert_close(loss, (losses[0] + losses[1]).detach() / 2)
+    expected = dict(model.named_parameters())
+    for name, p in pipe.named_parameters():
+        if expected[name].grad is None:
+            assert p.grad is None, name
+        else:
+            torch.testing.assert_close(p.grad, expected[name].grad)
+    pipe.close()
