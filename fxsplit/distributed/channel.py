@@ -10,7 +10,9 @@ the threads put what has come, and into which `Watch` puts the first cause when 
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -19,14 +21,15 @@ import torch
 import torch.distributed as dist
 
 from .packets import Item, Unpacking, packed
-from .watch import Watch
+from .watch import Watch, watch_of_process
 
 Key = tuple[Any, ...]  # of packets of one kind, whose headers are alike
+_END = 2.0  # seconds, for the threads of a channel that is closed
 _PREFIX = 2  # numbers: what both ends have to agree on, and the length of a header that is new
 
 
 class Channel:
-    """To and from the other ranks of one pipeline.
+    """To and from the other ranks of a pipeline.
 
     Args:
         group: the ranks of the pipeline, in its order.
@@ -52,6 +55,7 @@ class Channel:
         self._numbers: dict[tuple[bool, int], int] = {}  # of the packets to and from each rank
         self._expected: dict[int, SimpleQueue[tuple[int, Key, int] | None]] = {}
         self._going: dict[int, SimpleQueue[tuple[Any, Any] | None]] = {}
+        self._threads: list[threading.Thread] = []
         self.sent = 0
 
     # -- going -----------------------------------------------------------------------------------------------------
@@ -175,13 +179,27 @@ class Channel:
             except BaseException as error:
                 self._watch.lost(error)
 
-        threading.Thread(target=guarded, name=name, daemon=True).start()
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
 
     def close(self) -> None:
-        """Its threads end."""
+        """Its threads end; who goes on to use it gets new ones."""
         queues: list[SimpleQueue[Any]] = [*self._expected.values(), *self._going.values()]
         for queue in queues:
             queue.put(None)
+        until = time.monotonic() + _END
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._expected.clear()
+        self._going.clear()
+
+
+@functools.cache
+def channel_of(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """The one of all pipelines over these ranks, which are called one after the other: a group keeps threads, as long as
+    the process lives, that look for messages all the time."""
+    return Channel(group, device, watch_of_process())
 
 
 def _settled(tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from ..errors import RankError
 from .watch import watch_of_process
 
 _TORCH: Any = dist  # has its stores without saying so to mypy
+_MESHES: dict[tuple[Any, str, int, int], DeviceMesh] = {}
 
 
 def init(*, pp: int, dp: int = 1, device: str | None = None, patience: float = 600.0) -> DeviceMesh:
@@ -58,7 +59,11 @@ def init(*, pp: int, dp: int = 1, device: str | None = None, patience: float = 6
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         _join("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", world)
-    mesh = init_device_mesh(kind, (pp, dp), mesh_dim_names=("pp", "dp"))
+    # Every group has threads that look for messages, and so they are made once.
+    mesh = _MESHES.get((dist.group.WORLD, kind, pp, dp)) or init_device_mesh(
+        kind, (pp, dp), mesh_dim_names=("pp", "dp")
+    )
+    _MESHES[dist.group.WORLD, kind, pp, dp] = mesh
     watch_of_process().be_patient(patience)
     return mesh
 

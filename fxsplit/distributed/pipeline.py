@@ -29,7 +29,7 @@ from ..runtime.guarded import Guarded, buffers_as_before
 from ..runtime.reentry import computing_for
 from ..weights.fill import Loaded, fill
 from ..weights.sources import source_of
-from .channel import Channel
+from .channel import Channel, channel_of
 from .gradients import Averages, chains, handed_on
 from .hub import RankHub, ranks_of_stages
 from .packets import Item
@@ -56,7 +56,7 @@ class RankPipeline(Pipeline):
         own = made.__dict__
         own.update(mesh=mesh, _watch=watch_of_process(), _hubs={})
         group = mesh.get_group("pp")
-        own["_channel"] = Channel(group, device, made._watch)
+        own["_channel"] = channel_of(group, device)
         for engine in made.engines():
             count = engine.compiled.dims.batch_size(made.example) or 1
             tape = engine.crew.tape_for(min(count, made.plan.micro_batches), {})
@@ -364,7 +364,8 @@ class RankPipeline(Pipeline):
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent to others of its pipeline, headers with them."""
+        """Bytes that this rank has sent to the others of the pipeline, headers with them; with those of other pipelines over
+        the same ranks."""
         return self._channel.sent
 
     @property

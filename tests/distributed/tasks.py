@@ -492,3 +492,19 @@ def reduces_what_is_there(plan):
         else:
             torch.testing.assert_close(p.grad, expected[name].grad)
     pipe.close()
+
+
+def threads_of_many():
+    """How many threads this process has after the first pipeline, and after some more."""
+    found = []
+    for _ in range(4):
+        mesh = fd.init(pp=2)
+        x = torch.zeros(4, 4)
+        pipe = fd.compile(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Plan(stages=2), mesh, example_args=(x,)
+        )
+        pipe.step(x, target=x, loss_fn=F.mse_loss)
+        pipe.close()
+        time.sleep(0.1)
+        found.append(len(os.listdir("/proc/self/task")))
+    return found

@@ -28,7 +28,15 @@ def test_every_name_of_a_pipeline_was_thought_of():
 def test_what_is_asked_is_answered_or_refused_with_a_way_out(two, tmp_path):
     for refused, said in two.run(tasks.has_the_face_of_a_pipeline, str(tmp_path)):
         assert refused.keys() == {
-            *("recompile", "in_place", "deepcopy", "verify_micro_batches", "run_whole", "load_weights", "call")
+            *(
+                "recompile",
+                "in_place",
+                "deepcopy",
+                "verify_micro_batches",
+                "run_whole",
+                "load_weights",
+                "call",
+            )
         }
         assert all("instead: " in text for text in refused.values())
         assert "stage" in said[0] and "over 2 ranks" in said[1]
@@ -50,3 +58,8 @@ def test_autocast(two, schedule):
 )
 def test_replicas_reduce_what_is_there(four, schedule):
     four.run(tasks.reduces_what_is_there, Plan(stages=4, micro_batches=4, **schedule))
+
+
+def test_pipelines_over_the_same_ranks_share_their_connections(two):
+    for first, *more in two.run(tasks.threads_of_many):
+        assert max(more) <= first + 1, (first, more)
