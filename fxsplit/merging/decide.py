@@ -159,10 +159,13 @@ def _derivation(model: nn.Module, traced: Traced, probes: Sequence[Probe], dims:
                 records.append(Recorder(traced.module).observe([x.detach().clone() for x in inputs]))
         except Exception as error:
             raise _does_not_run(error, dims) from error
+    # What has run without values does the same with any: then what was recorded of a module that is kept whole says it all.
+    without_values = any(x.is_meta for x in probe.inputs)
     opaque = {
         node.name: f"{node.target} is kept whole: {traced.kept_whole[str(node.target)]}"
         for node in traced.graph.nodes
-        if node.op == "call_module"
+        if not without_values
+        and node.op == "call_module"
         and str(node.target) in traced.kept_whole
         and not _only_kernels(model, str(node.target))
     }

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 import pathlib
 import signal
@@ -507,4 +508,26 @@ def threads_of_many():
         pipe.close()
         time.sleep(0.1)
         found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+def many_steps(count):
+    """Memory of this process after a third of the steps, and at the end, in bytes."""
+    mesh = fd.init(pp=2)
+    model, batch = built("masked")
+    args = example(batch, 6)
+    pipe = fd.compile(
+        functools.partial(made, "masked"),
+        Plan(stages=4, micro_batches=3, schedule="1f1b"),
+        mesh,
+        example_args=args,
+        weights=model.state_dict(),
+    )
+    opt, found = torch.optim.SGD(pipe.parameters(), **RATE), []
+    for n in (count // 3, count - count // 3):
+        steps(pipe, opt, "masked", args, args[0], n)
+        gc.collect()
+        resident = pathlib.Path("/proc/self/statm").read_text().split()[1]
+        found.append(int(resident) * os.sysconf("SC_PAGE_SIZE"))
+    pipe.close()
     return found

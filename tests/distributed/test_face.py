@@ -63,3 +63,8 @@ def test_replicas_reduce_what_is_there(four, schedule):
 def test_pipelines_over_the_same_ranks_share_their_connections(two):
     for first, *more in two.run(tasks.threads_of_many):
         assert max(more) <= first + 1, (first, more)
+
+
+def test_memory_is_flat_over_many_steps(two):
+    for before, after in two.run(tasks.many_steps, 1000):
+        assert after - before < 3 * 2**20, (before, after)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import re
 import signal
 
@@ -48,7 +49,27 @@ def meet(tmp_path, kind, stage, micro_batch, phase, schedule="1f1b", pp=3):
     ],
 )
 def test_the_others_end_with_one_error_that_names_it(tmp_path, kind, stage, micro_batch, phase, schedule):
-    found, when = meet(tmp_path, kind, stage, micro_batch, phase, schedule)
+    check(tmp_path, kind, stage, micro_batch, phase, schedule, 3)
+
+
+EVERYWHERE = [
+    (kind, stage, micro_batch, phase, schedule, ranks)
+    for kind in ("raises", "exits", "killed", "stopped", "hangs")
+    for ranks in (2, 3, 4)
+    for stage in range(ranks)
+    for micro_batch in range(3)
+    for phase in ("F", "BI")
+    for schedule in ("gpipe", "1f1b", "zb_h1")
+]
+
+
+@pytest.mark.parametrize("number", range(int(os.environ.get("FXSPLIT_FAULTS", "3"))))
+def test_anywhere(tmp_path, number):
+    check(tmp_path, *random.Random(number).choice(EVERYWHERE))
+
+
+def check(tmp_path, kind, stage, micro_batch, phase, schedule, count):
+    found, when = meet(tmp_path, kind, stage, micro_batch, phase, schedule, count)
     others = [answer for rank, answer in found.items() if rank != stage]
     assert all(isinstance(answer, tuple) for answer in others), found
     assert {name for name, _, _ in others} == {"RankError"}

@@ -302,3 +302,32 @@ def test_random_programs_give_the_whole_batch_or_are_refused(operations, end, ga
     expected = outputs_and_gradients(model, model, (x,))
     for a, b in zip(outputs_and_gradients(pipe, model, (x,)), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+class AsksItsMode(nn.Module):
+    """Kept whole, since it reads self.training."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.first, self.mixes = nn.Linear(4, 4), mixes
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x) if self.training else self.first(x) * 1.0)
+        return y - y.mean(0) if self.mixes else y
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_module_that_is_kept_whole_and_runs_without_values_is_known_by_what_it_did(mixes):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), AsksItsMode(mixes), nn.Linear(4, 4))
+
+    with torch.device("meta"):
+        model = make()
+    x, plan = torch.randn(8, 4), Plan(stages=2, micro_batches=4)
+    if mixes:
+        with pytest.raises(BatchError, match="all rows of the batch"):
+            fxsplit.compile(model, plan, example_args=(x,), leaf_modules=["1"])
+        return
+    pipe = fxsplit.compile(model, plan, example_args=(x,), leaf_modules=["1"], weights=make().state_dict())
+    torch.testing.assert_close(pipe(x), make()(x))
