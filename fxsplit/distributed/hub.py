@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -142,36 +143,37 @@ class RankHub(Here):
             return
         stage = call.program.stages[instruction.stage]
         what = f"what {packet.made} gives (stage {stage.index}, micro-batch {instruction.micro_batches[0]})"
-        for item in self.channel.receive(packet.source, what):
+        for name, k, same, value in self.channel.receive(packet.source, what):
+            i = instruction.micro_batches[k]
             if packet.forward:
-                name, i, same, value = item
                 if same is not None:
                     call.values.same[name, i] = same
                 call.values.give(name, i, value)
             else:
-                self._take_gradient(call, packet, item)
+                self._take_gradient(call, packet, name, i, same, value)
 
     def _values(self, call: Call, x: Instruction, packet: Packet) -> list[Item]:
         return [
-            (name, i, call.values.same.get((name, i)), call.values.take(name, i))
-            for i in x.micro_batches
+            (name, k, call.values.same.get((name, i)), call.values.take(name, i))
+            for k, i in enumerate(x.micro_batches)
             for name in packet.values
         ]
 
     def _gradients(self, call: Call, x: Instruction, packet: Packet) -> list[Item]:
         values, items = call.values, list[Item]()
-        for i in x.micro_batches:
+        for k, i in enumerate(x.micro_batches):
             names = dict.fromkeys(values.same.get((name, i), name) for name in packet.values)
-            items += [(name, i, None, row) for name in names if (row := values.gradient(name, i)) is not None]
+            items += [(name, k, None, row) for name in names if (row := values.gradient(name, i)) is not None]
             for name in packet.dropped:
                 if values.same.get((name, i), name) in packet.dropped:
                     values.take_gradient(values.same.get((name, i), name), i)
             tied = [(fqn, values.take_of_parameter(fqn, i)) for fqn in packet.parameters]
-            items += [(fqn, i, "", gradient) for fqn, gradient in tied if gradient is not None]
+            items += [(fqn, k, "", gradient) for fqn, gradient in tied if gradient is not None]
         return items
 
-    def _take_gradient(self, call: Call, packet: Packet, item: Item) -> None:
-        name, i, tied, value = item
+    def _take_gradient(
+        self, call: Call, packet: Packet, name: str, i: int, tied: str | None, value: Any
+    ) -> None:
         if tied is not None:
             call.values.give_of_parameter(name, i, value)
             return

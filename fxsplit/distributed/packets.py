@@ -17,7 +17,8 @@ import torch
 from ..compat import tree_leaves, tree_map
 from ..errors import RankError
 
-Item = tuple[str, int, str | None, Any]  # name, micro-batch, first name of the same tensor, value
+# Name, which of the packet's micro-batches, first name of the same tensor, value.
+Item = tuple[str, int, str | None, Any]
 
 
 @dataclass(frozen=True)
