@@ -22,6 +22,9 @@ from .sharding import synchronizes
 from .watch import Watch
 
 
+_SAID = {"inputs": "backward (inputs)", "weights": "backward (weights)"}
+
+
 def ranks_of_stages(tape: Tape, ranks: int) -> list[int]:
     """By stage. Workers are shared out in rows of neighbours: a schedule of as many workers as ranks has one on each."""
     worker = {x.stage: tape.worker_of[x.number] for x in tape.order if x.kind == "forward"}
@@ -106,7 +109,9 @@ class RankHub(Here):
             if instruction.packet is None:
                 (i, *_), stage = instruction.micro_batches, stages[instruction.stage]
                 span = " … ".join(dict.fromkeys(stage.modules)) or "the model"
-                watch.computes(f"the {instruction.kind} of stage {stage.index} ({span}), micro-batch {i}")
+                watch.computes(
+                    f"the {_SAID.get(instruction.kind, instruction.kind)} of stage {stage.index} ({span}), micro-batch {i}"
+                )
             act(instruction)
             for done in last.get(instruction.number, ()):
                 assert averages is not None
