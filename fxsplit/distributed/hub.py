@@ -21,7 +21,6 @@ from .packets import Item
 from .sharding import synchronizes
 from .watch import Watch
 
-
 _SAID = {"inputs": "backward (inputs)", "weights": "backward (weights)"}
 
 

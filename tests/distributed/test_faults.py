@@ -90,7 +90,7 @@ def check(tmp_path, kind, stage, micro_batch, phase, schedule, count):
         )
     elif kind != "exits":  # what others wait for: the last beat may be older
         assert re.search(
-            rf"what {stage}[FB]\d gives \(stage {stage}, micro-batch \d\), from rank {stage}", cause
+            rf"what {stage}[FBI]\d gives \(stage {stage}, micro-batch \d\), from rank {stage}", cause
         )
     limit = {"raises": 2, "exits": 8, "killed": 8, "stopped": 8, "hangs": 12}[kind]  # seen: 0.3 to 5
     assert all(at - when < limit for _, _, at in others)
