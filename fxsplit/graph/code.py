@@ -48,7 +48,7 @@ _BINARY: dict[Any, tuple[str, int]] = {
 _UNARY = {operator.neg: ("-", 7), operator.pos: ("+", 7), operator.invert: ("~", 7)}
 _ATOM = 10
 _PURE_METHODS = frozenset(("size", "numel", "dim", "stride", "storage_offset", "nelement"))
-_RESIZES = frozenset(
+RESIZES = frozenset(
     ("resize_", "set_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "resize_as_")
 )
 
@@ -123,7 +123,7 @@ class _Writer:
         self.contexts = _context_blocks(self.nodes)
         self.depth_of = self._depths()
         self.counts = _occurrences(self.nodes)
-        self.resizes = any(n.op == "call_method" and n.target in _RESIZES for n in self.nodes)
+        self.resizes = any(n.op == "call_method" and n.target in RESIZES for n in self.nodes)
         self.pure: set[fx.Node] = set()
         for node in self.nodes:  # operands first: long chains of them need no recursion
             if self._is_pure(node):

@@ -30,6 +30,7 @@ from .modes import Modes, OthersFlagError, in_both_modes
 from .naming import with_the_users_names
 from .one_row import but_for_one_row, one_row, refused_for_one_row
 from .refusal import BY_VALUE
+from .simplify import simplify
 
 # Tracing patches classes of torch for the whole process (four threads at once poison it for good), and compiling
 # runs the user's model: one compilation at a time.
@@ -232,6 +233,9 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
                 f"the graph that {name} made of {type(model).__name__} does not run: {text}"
             ) from error
         renamed = _read_latest_names(graph, facts)
+        renamed |= simplify(graph, facts, objects)
+        left = {node.name for node in graph.nodes}
+        facts = {name: fact for name, fact in facts.items() if name in left}
         found.append(
             Traced(
                 graph=graph,
