@@ -25,7 +25,7 @@ from torch import fx
 from ..compat import OpOverload
 from ..modules.callables import SPACES, import_of, public_names
 
-WIDTH = 100
+WIDTH = 120
 _BINARY: dict[Any, tuple[str, int]] = {
     operator.or_: ("|", 1),
     operator.xor: ("^", 2),
@@ -124,6 +124,8 @@ class _Writer:
         self.depth_of = self._depths()
         self.counts = _occurrences(self.nodes)
         self.resizes = any(n.op == "call_method" and n.target in RESIZES for n in self.nodes)
+        self.unpacked = {node: parts for node in self.nodes if (parts := _parts(node))}
+        self.parts = {part for parts in self.unpacked.values() for part in parts}
         self.pure: set[fx.Node] = set()
         for node in self.nodes:  # operands first: long chains of them need no recursion
             if self._is_pure(node):
@@ -132,7 +134,15 @@ class _Writer:
         for node in self.nodes:
             if self._may_be_inside(node):
                 self.inside[node] = next(iter(node.users))
+        self.last: dict[fx.Node, int] = {}
+        self.holds: dict[str, fx.Node] = {}  # variable → the value that it has at this line
+        self.said: dict[fx.Node, str] = {}  # the variable that has a value, where it is not the node's name
         self.lines: list[str] = []
+        self.latest = (
+            0,
+            "",
+            "",
+        )  # how many lines there were after the last statement, it, and what stands beside it
         self.blocks: list[int] = []  # line at which each open ``with`` block begins
         self.indent = 1
 
@@ -151,6 +161,8 @@ class _Writer:
 
     def _may_be_inside(self, node: fx.Node) -> bool:
         if len(node.users) != 1 or self.counts[node] != 1 or node in self.contexts:
+            return False
+        if node in self.parts or node in self.unpacked:
             return False
         user = next(iter(node.users))
         if user.op == "output" or user in self.contexts or self.depth_of[user] != self.depth_of[node]:
@@ -182,7 +194,7 @@ class _Writer:
         members, first = set(tree), self.position[impure[0] if impure else root]
         between = self.nodes[first : self.position[root]]
         in_order = impure == sorted(impure, key=self.position.__getitem__)
-        in_order = in_order and all(n in members or n in self.pure for n in between)
+        in_order = in_order and all(n in members or n in self.pure or n in self.parts for n in between)
         if in_order and len(self._statement(root)) + 4 * self.indent <= WIDTH:
             return []
         apart = [n for n in impure if self.inside.get(n) is root] or [n for n in impure if n is not root][-1:]
@@ -208,6 +220,7 @@ class _Writer:
         return (
             node.op not in ("placeholder", "output")
             and node not in self.inside
+            and node not in self.parts
             and self.contexts.get(node) != "made"
         )
 
@@ -216,6 +229,8 @@ class _Writer:
     def write(self, function: str) -> Text:
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         self.lines.append(f"def {function}({', '.join(['self', *(n.name for n in inputs)])}):")
+        self.taken |= {_base(n) for n in self.nodes if n.users}
+        self.said = {n: _base(n) for n in self.nodes}  # about as long as they will be
         roots = [n for n in self.nodes if self._is_root(n)]
         while roots:
             root = roots.pop()
@@ -223,24 +238,26 @@ class _Writer:
                 roots += self._settle(root)
         statements = [n for n in self.nodes if self._is_root(n)]
         dies = self._last_readers(statements)
+        self._name(statements)
         previous: Any = None
-        pending: list[str] = []
+        block = ""
         for i, node in enumerate(statements):
             line = _line(node)
             if self.contexts.get(node) == "leave":
-                self._delete(pending)
                 self._leave()
                 previous = None
             else:
-                if line != previous and line is not None:
-                    self._delete(pending)
-                    self._put(f"# {line}")
+                here = block_of(node)
+                if here != block:
+                    self._head(here)
+                    block = here
+                self._put(self._statement(node), line if line != previous and not _is_guard(node) else None)
+                self.holds.update({self._called(n): n for n in self.unpacked.get(node, [node])})
                 previous = line
-                self._put(self._statement(node))
                 if self.contexts.get(node) == "enter":
                     self.indent += 1
                     self.blocks.append(len(self.lines))
-            pending += dies.get(i, [])
+            self._delete(dies.get(i, []))
         self.lines.append(f"    return {self._value(self.nodes[-1].args[0], 0)}")
         return Text("\n".join(self.lines) + "\n", self.names, self.imports)
 
@@ -249,33 +266,85 @@ class _Writer:
             self._put("pass")
         self.indent -= 1
 
-    def _put(self, line: str) -> None:
-        self.lines.append("    " * self.indent + line)
+    def _head(self, block: str) -> None:
+        """Here begins what a module of a list computes."""
+        if len(self.lines) > 1:
+            self.lines.append("")
+        if block:
+            self._put(f"# {block}")
 
-    def _delete(self, names: list[str]) -> None:
-        if names:
-            self._put(f"del {', '.join(names)}")
-            names.clear()
+    def _put(self, text: str, line: str | None = None) -> None:
+        """A statement, and the user's line that it is of: beside it, or above where there is no room."""
+        text = "    " * self.indent + text
+        if line is not None and len(text) + len(line) + 4 > WIDTH:
+            self.lines.append(f"{'    ' * self.indent}# {line}")
+            line = None
+        self.lines.append(text if line is None else f"{text}  # {line}")
+        self.latest = len(self.lines), text, "" if line is None else f"  # {line}"
 
-    def _last_readers(self, statements: Sequence[fx.Node]) -> dict[int, list[str]]:
-        """Index of a statement → the values that nobody reads after it."""
-        result = set(self.nodes[-1].all_input_nodes)
+    def _delete(self, values: Sequence[fx.Node]) -> None:
+        """What nobody reads any more, unless its variable has another value already: at the end of the line, or below it."""
+        names = [self._called(v) for v in values if self.holds.get(self._called(v)) is v]
+        if not names:
+            return
+        free, (at, text, line) = f"del {', '.join(names)}", self.latest
+        indent = len(text) - len(text.lstrip())
+        beside = at == len(self.lines) and indent == 4 * self.indent and not text.endswith(":")
+        if beside and len(text) + len(free) + len(line) + 2 <= WIDTH:
+            self.lines[-1] = f"{text}; {free}{line}"
+        else:
+            self.lines.append("    " * self.indent + free)
+
+    def _called(self, node: fx.Node) -> str:
+        return self.said.get(node, node.name)
+
+    def _name(self, statements: Sequence[fx.Node]) -> None:
+        """Variables have the user's names, and are used again when nobody reads their value any more."""
+        self.said.clear()
+        self.last = self._read_last(statements)
+        results = set(self.nodes[-1].all_input_nodes)
+        has = {n.name: n for n in self.nodes if n.op == "placeholder" or n in results}
+        for i, statement in enumerate(statements):
+            for node in self.unpacked.get(statement, [statement]):
+                if node in results or not node.users or not self._is_variable(node):
+                    continue
+                base, number = _base(node), 0
+                while True:
+                    name = f"{base}_{number}" if number else base
+                    holder = has.get(name)
+                    free = holder is None or (holder not in results and self.last.get(holder, i) <= i)
+                    if free and (holder is None or holder not in self.unpacked.get(statement, ())):
+                        break
+                    number += 1
+                has[name], self.said[node] = node, name
+
+    def _is_variable(self, node: fx.Node) -> bool:
+        return node not in self.contexts and node.target is not operator.setitem
+
+    def _read_last(self, statements: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Value → the index of the last statement that reads it, or makes it."""
         last: dict[fx.Node, int] = {}
         for i, node in enumerate(statements):
             if self.contexts.get(node) == "leave":
                 continue
-            last.setdefault(node, i)
+            for made in self.unpacked.get(node, [node]):
+                last.setdefault(made, i)
             for inner in self._tree(node):
                 for operand in _operands(inner):
                     if operand not in self.inside:
                         last[operand] = i
-        dies: dict[int, list[str]] = {}
-        for node, i in last.items():
-            value = node.op not in ("placeholder", "get_attr") and node.users and node not in self.contexts
-            if value and node not in self.pure and node not in result and node.target is not operator.setitem:
-                dies.setdefault(i, []).append(node.name)
+        return last
+
+    def _last_readers(self, statements: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
+        """Index of a statement → the values that nobody reads after it."""
+        result = set(self.nodes[-1].all_input_nodes)
+        dies: dict[int, list[fx.Node]] = {}
+        for node, i in self._read_last(statements).items():
+            value = node.op not in ("placeholder", "get_attr") and node.users and self._is_variable(node)
+            if value and node not in self.pure and node not in result:
+                dies.setdefault(i, []).append(node)
         end = len(statements) - 1  # what dies with the function needs no word
-        return {i: names for i, names in dies.items() if i < end}
+        return {i: nodes for i, nodes in dies.items() if i < end}
 
     def _statement(self, node: fx.Node) -> str:
         if self.contexts.get(node) == "enter":
@@ -286,7 +355,9 @@ class _Writer:
             owner, key, value = node.args
             return f"{self._value(owner, _ATOM)}[{self._index(key)}] = {self._value(value, 0)}"
         text, _ = self._expression(node)
-        return f"{node.name} = {text}" if node.users else text
+        if node in self.unpacked:
+            return f"{', '.join(map(self._called, self.unpacked[node]))} = {text}"
+        return f"{self._called(node)} = {text}" if node.users else text
 
     # -- expressions -----------------------------------------------------------------------------------------------
 
@@ -337,7 +408,9 @@ class _Writer:
         """An argument; in parentheses where it binds less tightly than its place asks for."""
         if isinstance(value, fx.Node):
             if value not in self.inside:
-                return value.name if value.op != "get_attr" or value.users else f"self.{value.target}"
+                return (
+                    self._called(value) if value.op != "get_attr" or value.users else f"self.{value.target}"
+                )
             text, own = self._expression(value)
             return f"({text})" if own < level else text
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -426,6 +499,37 @@ def _occurrences(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         for operand in _operands(node):
             counts[operand] += 1
     return counts
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """The values into which the user's statement takes one apart, if it is read by nothing else."""
+    count = node.meta.get("unpacks")
+    if count is None or len(node.users) != count or node.op not in ("call_function", "call_method"):
+        return []
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    every = [parts.get(k) for k in range(count)]
+    return [part for part in every if part is not None and part.users] if None not in every else []
+
+
+def _base(node: fx.Node) -> str:
+    """What a person would call a value: as the user, or as the module that gives it, or as what is done."""
+    name = node.meta.get("variable")
+    if name is None and node.op == "call_module":
+        *_, before, last = ("", "", *str(node.meta.get("module_path", node.target)).split("."))
+        name = f"{before}_{last}" if last.isdigit() and before else last
+    if name is None:
+        name = node.name.rstrip("0123456789")
+        name = name[:-1] if name.endswith("_") and name.strip("_") and name != node.name else node.name
+    clashes = keyword.iskeyword(name) or hasattr(builtins, name) or name == "self" or not name.isidentifier()
+    return node.name if clashes else str(name)
+
+
+def block_of(node: fx.Node) -> str:
+    """The innermost module of a list in whose forward a node is: ``h.3``."""
+    path = node.meta.get("caller", node.meta.get("module_path", ""))
+    parts = str(path or "").split(".")
+    numbers = [k for k, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
 
 
 def _line(node: fx.Node) -> str | None:

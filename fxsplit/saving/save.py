@@ -305,7 +305,9 @@ def _node(node: fx.Node, traced: Traced) -> dict[str, Any]:
     if node.op not in ("placeholder", "get_attr"):
         row["args"], row["kwargs"] = encode(tuple(node.args)), encode(dict(node.kwargs))
     meta = {
-        key: node.meta[key] for key in ("named", "caller", "module_path") if node.meta.get(key) is not None
+        key: node.meta[key]
+        for key in ("named", "variable", "unpacks", "caller", "module_path")
+        if node.meta.get(key) is not None
     }
     if "asked" in node.meta:
         meta["asked"] = {what: was.to_json() for what, was in node.meta["asked"].items()}

@@ -155,6 +155,8 @@ _FACTS = {
 }
 _META = {
     "named?": object,
+    "variable?": str,
+    "unpacks?": int,
     "caller?": PATH,
     "module_path?": PATH,
     "source?": Row(WORD, COUNT),

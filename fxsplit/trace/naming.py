@@ -33,13 +33,34 @@ def with_the_users_names(graph: fx.Graph) -> fx.Graph:
         else:
             copy = result.create_node(node.op, node.target, args, kwargs, name=name or node.name)
         copy.meta = {**node.meta, "named": name} if name else dict(node.meta)
+        variable = _variable(node) if node.op == "call_module" or node in numbers else name
+        if variable is not None:
+            copy.meta["variable"] = variable
+        if (count := _unpacked(node)) is not None:
+            copy.meta["unpacks"] = count
         values[node] = copy
     return result
 
 
 def _users_name(node: fx.Node) -> str | None:
+    return _variable(node) if node.op in ("call_function", "call_method") else None
+
+
+def _unpacked(node: fx.Node) -> int | None:
+    """Into how many variables the user's statement takes a value apart: ``q, k, v = x.chunk(3)``."""
     source: Source | None = node.meta.get("source")
     if source is None or source.span is None or node.op not in ("call_function", "call_method"):
+        return None
+    target = _assignments(source.path).get(source.span)
+    if node.target is operator.getitem or not isinstance(target, ast.Tuple | ast.List):
+        return None
+    return None if any(isinstance(e, ast.Starred) for e in target.elts) else len(target.elts)
+
+
+def _variable(node: fx.Node) -> str | None:
+    """What the user's statement assigns the value to."""
+    source: Source | None = node.meta.get("source")
+    if source is None or source.span is None:
         return None
     if any(user.target is operator.getitem and user.meta.get("source") == source for user in node.users):
         return None  # its parts have the names
@@ -59,6 +80,11 @@ def _users_name(node: fx.Node) -> str | None:
         if not isinstance(target, ast.Tuple) or not 0 <= index < len(target.elts):
             return None
         target = target.elts[index]
+    if node.target == "size" and isinstance(target, ast.Tuple) and len(node.args) == 2:
+        dim = node.args[1]  # b, t = x.shape
+        target = (
+            target.elts[dim] if isinstance(dim, int) and -len(target.elts) <= dim < len(target.elts) else None
+        )
     name = target.id if isinstance(target, ast.Name) else None
     return name if name and name.strip("_") and name != "self" else None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.code import RESIZES
+from ..graph.code import RESIZES, block_of
 from ..graph.ir import NodeFacts, TensorSpec
 from ..inserted.ops import guard
 from .sizes import Number, Size, known_operation, sizes_of
@@ -35,13 +35,18 @@ def simplify(graph: fx.Graph, facts: Mapping[str, NodeFacts], objects: Mapping[s
         return False
     found = sizes_of(graph, facts, objects)
     changed = False
-    first: dict[Number, fx.Node] = {}
+    first = _First(graph, found)
+    asked: set[Any] = set()  # conditions on sizes that were looked at before
     for node in list(graph.nodes):
         number = found.get(node)
-        if node.target is guard and _value(node.args[0], found) is True:
-            graph.erase_node(node)
+        if node.target is guard:
+            condition = _condition(node.args[0], found)
+            if condition is True or condition in asked:
+                graph.erase_node(node)
+            elif condition is not None:
+                asked.add(condition)
         elif _is_number(node, facts) and isinstance(number, int | Size) and not isinstance(number, bool):
-            instead: Any = number if isinstance(number, int) else first.setdefault(number, node)
+            instead: Any = number if isinstance(number, int) else first.of(node, number)
             if instead is not node and node.users:
                 _replaced(node, instead)
                 changed = True
@@ -55,8 +60,45 @@ def simplify(graph: fx.Graph, facts: Mapping[str, NodeFacts], objects: Mapping[s
     return changed or len(graph.nodes) != before
 
 
-def _value(argument: Any, found: Mapping[fx.Node, Any]) -> Any:
-    return found.get(argument) if isinstance(argument, fx.Node) else argument
+class _First:
+    """Who asks for a size first: in each block anew, of a value that is there anyway; a value does not travel for its size.
+
+    Whatever the cut is, a block then reads its sizes from what it computes with, as a person would write it.
+    """
+
+    def __init__(self, graph: fx.Graph, found: Mapping[fx.Node, Any]) -> None:
+        self._place = {node: k for k, node in enumerate(graph.nodes)}
+        self._found = found
+        self._anywhere: dict[Number, fx.Node] = {}
+        self._in_block: dict[tuple[str, Number], fx.Node] = {}
+
+    def of(self, node: fx.Node, number: Size) -> fx.Node:
+        """The node that has this number where `node` asks for it: itself, or one before it."""
+        anywhere = self._anywhere.setdefault(number, node)
+        return self._in_block.setdefault((block_of(node), number), node if self._is_there(node) else anywhere)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        """Whether what is asked for its size is computed with here, or later."""
+        here = self._place[node]
+        return all(
+            isinstance(self._found.get(o), int | Size)
+            or any(self._place[u] > here and not self._is_size(u) for u in o.users)
+            for o in node.all_input_nodes
+        )
+
+    def _is_size(self, node: fx.Node) -> bool:
+        return node.op != "output" and isinstance(self._found.get(node), int | Size | tuple)
+
+
+def _condition(argument: Any, found: Mapping[fx.Node, Any]) -> Any:
+    """What a guard looks at, by sizes; None where that is not known."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    if found.get(argument) is not None:
+        return found[argument]
+    sides = [found.get(a) if isinstance(a, fx.Node) else a for a in argument.args]
+    sized = argument.op == "call_function" and all(isinstance(side, int | Size) for side in sides)
+    return (argument.target, *sides) if sized and sides else None
 
 
 def _replaced(node: fx.Node, instead: Any) -> None:
