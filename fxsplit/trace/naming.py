@@ -33,7 +33,7 @@ def with_the_users_names(graph: fx.Graph) -> fx.Graph:
         else:
             copy = result.create_node(node.op, node.target, args, kwargs, name=name or node.name)
         copy.meta = {**node.meta, "named": name} if name else dict(node.meta)
-        variable = _variable(node) if node.op == "call_module" or node in numbers else name
+        variable = _variable(node) if node.op == "call_module" else name
         if variable is not None:
             copy.meta["variable"] = variable
         if (count := _unpacked(node)) is not None:
@@ -80,11 +80,6 @@ def _variable(node: fx.Node) -> str | None:
         if not isinstance(target, ast.Tuple) or not 0 <= index < len(target.elts):
             return None
         target = target.elts[index]
-    if node.target == "size" and isinstance(target, ast.Tuple) and len(node.args) == 2:
-        dim = node.args[1]  # b, t = x.shape
-        target = (
-            target.elts[dim] if isinstance(dim, int) and -len(target.elts) <= dim < len(target.elts) else None
-        )
     name = target.id if isinstance(target, ast.Name) else None
     return name if name and name.strip("_") and name != "self" else None
 

@@ -104,7 +104,7 @@ def copy_a_module(program):
 
 
 def swap_two_nodes(program):
-    first = next(n for n in nodes(program, "call_function", operator.floordiv, 1))
+    first = next(n for n in nodes(program, "call_method", "split", 1))
     first.next.append(first)
 
 
