@@ -84,9 +84,7 @@ def announced(call: Call, act: Callable[[Instruction], None]) -> Callable[[Instr
         act(instruction)
         end = time.perf_counter()
         device, thread = call.device_of(instruction), threading.current_thread().name
-        played = Played(
-            call.number, call.how.compiled_as, call.tape, instruction, device, thread, begin, end
-        )
+        played = Played(call.number, call.how.compiled_as, call.tape, instruction, device, thread, begin, end)
         for listener in listeners:
             listener(played)
 

@@ -13,13 +13,14 @@ from .step import Event, Step
 
 ROW = 34  # pixels of a worker's row, and of the gap below it
 GAP = 8
+WRITTEN = 7.5  # of a letter in a box
 AREA = 46  # of a stage's area
 _KINDS = {"inputs": "backward of the inputs", "weights": "backward of the weights"}
 
 
 @dataclass(frozen=True)
 class Box:
-    """An event: where it is, what is written in it, and what is said of it. Empty text where it would not fit."""
+    """An event: where it is, what is written in it, and what is said of it; `tight` where the text may not fit."""
 
     kind: str
     left: float
@@ -28,6 +29,7 @@ class Box:
     text: str
     below: str
     tip: str
+    tight: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,7 @@ def chart(step: Step, title: str, note: str, span: float, least: float) -> Chart
 def _box(step: Step, e: Event, span: float, least: float, top: int, *, several: bool) -> Box:
     width = _percent(e.duration, span)
     number, below = "+".join(map(str, e.micro_batches)), f"s{e.stage}" if several else ""
-
-    def fitting(text: str, pixels: float) -> str:
-        return text if width / 100 * least >= pixels * len(text) + 3 else ""
+    tight = width / 100 * least < max(WRITTEN * len(number), WRITTEN * len(below)) + 3
 
     batch = f"micro-batch{'es' * (len(e.micro_batches) > 1)} {', '.join(map(str, e.micro_batches))}"
     tip = "\n".join(
@@ -114,7 +114,7 @@ def _box(step: Step, e: Event, span: float, least: float, top: int, *, several: 
         )
     )
     left = _percent(e.begin - step.begin, span)
-    return Box(e.kind, left, width, top, fitting(number, 7.5), fitting(below, 6), tip)
+    return Box(e.kind, left, width, top, number, below, tip, tight)
 
 
 def span_of(stage: Stage) -> str:

@@ -42,6 +42,16 @@ const boxes = all(".scroll");
 for (const box of boxes)
   box.addEventListener("scroll", () => { for (const other of boxes) if (other.scrollLeft !== box.scrollLeft) other.scrollLeft = box.scrollLeft; });
 
+// What is written in a box, where there is room for it.
+function write() {
+  for (const chart of all(".chart")) {
+    const width = chart.getBoundingClientRect().width / 100;
+    for (const text of all("text", chart)) text.classList.toggle("tight", width * text.dataset.share < 7.5 * text.textContent.length + 2);
+  }
+}
+write();
+addEventListener("resize", write);
+
 // A module's lines.
 for (const button of all("[data-path]"))
   button.addEventListener("click", (event) => {

@@ -58,13 +58,10 @@ def page(model: nn.Module, step: Step, kept: Kept | None) -> str:
     Args:
         kept: what its stages keep for backward; None where nothing is kept, or nobody knows.
     """
-    compiled, predicted = step.compiled, step.predicted if step.unit == "ms" else None
+    compiled, predicted = step.compiled, step.predicted
     span = max(step.duration, predicted.duration if predicted is not None else 0.0)
     least = least_width(step)
-    if step.unit == "ms":
-        charts = [chart(step, "Measured", "", span, least)]
-    else:
-        charts = [chart(step, "Simulated", "", span, least)]
+    charts = [chart(step, "Measured" if step.measured else "Simulated", "", span, least)]
     if predicted is not None:
         note = (
             f"from the loads of the plan ({compiled.assignment.cost}), a backward twice as long as a forward, "
@@ -87,12 +84,14 @@ def page(model: nn.Module, step: Step, kept: Kept | None) -> str:
         charts=charts,
         ticks=ticks(step, span),
         least=least,
+        names=max(map(len, step.workers)),
         row=ROW,
         gap=GAP,
         area=AREA,
         areas=areas(over_time, compiled.stages, step, span),
         legend={kind: said for kind, said in _LEGEND.items() if kind in kinds},
         rows=rows,
+        stages_share=any(b.below for line in charts[0].boxes for b in line),
         codes=[_lines(stage, compiled.traced) for stage in compiled.stages],
         tree=_tree(model, step),
         css=_file("page.css"),
@@ -133,9 +132,7 @@ def _lines(stage: Stage, traced: Traced) -> list[Line]:
 
 def _tree(model: nn.Module, step: Step) -> Module:
     facts = step.compiled.traced.facts
-    used = [
-        (facts[name].module_path, stage.index) for stage in step.compiled.stages for name in stage.nodes
-    ]
+    used = [(facts[name].module_path, stage.index) for stage in step.compiled.stages for name in stage.nodes]
     pairs = list(dict.fromkeys(used))
 
     def made(path: str, module: nn.Module) -> Module:

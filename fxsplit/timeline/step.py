@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,12 +85,14 @@ class Step:
         tape: that of the call.
         events: in the order in which they began.
         unit: ``"ms"`` where times are seconds, or ``"units"``.
+        measured: or else simulated.
     """
 
     compiled: Compiled
     tape: Tape
     events: tuple[Event, ...]
     unit: Literal["ms", "units"] = "ms"
+    measured: bool = True
 
     @property
     def begin(self) -> float:
@@ -153,12 +156,12 @@ class Step:
     def predicted(self) -> Step | None:
         """The same step as the plan has it: the loads of its stages, scaled so that all workers compute as long.
 
-        None of the part of a step that one of several ranks plays: it waits for what others do.
+        None of a simulated step, and of the part of a step that one of several ranks plays: it waits for what others do.
         """
         tape = self.tape if self.goes_backward else self.tape.forward
-        if any(x.packet is not None for x in tape.order):
+        if not self.measured or any(x.packet is not None for x in tape.order):
             return None
-        times = planned(tape, self.compiled.assignment.loads)
+        times = planned(tape, _loads(self.compiled, tape))
         scale = sum(e.duration for e in self.events) / sum(end - begin for begin, end in times)
         times = [(begin * scale, end * scale) for begin, end in times]
         return _simulated(self.compiled, tape, times, self.unit)
@@ -214,10 +217,17 @@ def simulated(compiled: Compiled, tape: Tape, seconds: Callable[[Instruction], f
     """
     if seconds is not None:
         return _simulated(compiled, tape, timeline(tape, seconds), "ms")
-    loads = compiled.assignment.loads
-    mean = statistics.fmean(loads) or 1.0
-    times = planned(tape, loads)
-    return _simulated(compiled, tape, [(begin / mean, end / mean) for begin, end in times], "units")
+    return _simulated(compiled, tape, planned(tape, _loads(compiled, tape)), "units")
+
+
+def _loads(compiled: Compiled, tape: Tape) -> list[float]:
+    """Of one micro-batch, by the plan; the mean stage's is 1. A replica's load is of its share of the batch."""
+    count = 1 + max(i for x in tape.instructions for i in x.micro_batches)
+    assignment = compiled.assignment
+    pairs = zip(assignment.loads, assignment.replicas, strict=True)
+    each = [load / math.ceil(count / replicas) for load, replicas in pairs]
+    mean = statistics.fmean(each)
+    return [load / mean for load in each] if mean else [1.0] * len(each)
 
 
 def _simulated(
@@ -228,4 +238,4 @@ def _simulated(
         device = compiled.stages[x.stage].device_of(x.micro_batches[0])
         begin, end = times[x.number]
         events.append(Event(x, tape.names[tape.worker_of[x.number]], device, begin, end))
-    return Step(compiled, tape, tuple(sorted(events, key=lambda e: (e.begin, e.end))), unit)
+    return Step(compiled, tape, tuple(sorted(events, key=lambda e: (e.begin, e.end))), unit, measured=False)

@@ -19,7 +19,7 @@ def trace(steps: Sequence[Step]) -> str:
     rows: list[Row] = []
     workers = list(dict.fromkeys(name for step in steps for name in step.workers))
     predicted = [step.predicted for step in steps]
-    for pid, title in ((1, "measured" if steps[0].unit == "ms" else "simulated"), (2, "predicted")):
+    for pid, title in ((1, "measured" if steps[0].measured else "simulated"), (2, "predicted")):
         if pid == 1 or any(predicted):
             rows.append(_named("process_name", pid, 0, title))
             rows += [_named("thread_name", pid, tid, name) for tid, name in enumerate(workers)]
@@ -48,9 +48,7 @@ def _rows(pid: int, step: Step, workers: Sequence[str], later: float) -> list[Ro
     for e in step.events:
         first, last = step.compiled.stages[e.stage].modules
         args = {"stage": e.stage, "micro_batches": e.micro_batches, "modules": f"{first} … {last}"}
-        rows.append(
-            complete(str(e), e.kind, e.worker, e.begin, e.end, {**args, "device": str(e.device)})
-        )
+        rows.append(complete(str(e), e.kind, e.worker, e.begin, e.end, {**args, "device": str(e.device)}))
     for w in step.waits:
         rows.append(complete("wait", "wait", w.worker, w.begin, w.end, {"for": ", ".join(w.needed)}))
     done = {e.instruction.number: e for e in step.events}
