@@ -1,6 +1,8 @@
 """What a timeline holds: every instruction once, who waited for whom, and what the plan predicts."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -105,15 +107,6 @@ def test_nested_recorders_and_what_is_outside():
     assert (len(outer), len(inner)) == (2, 1) and not pipe._begun.common.listeners
 
 
-class Fails(nn.Module):
-    fail = False
-
-    def forward(self, x):
-        if x.requires_grad or not Fails.fail:
-            return x * 2
-        raise LookupError("as asked")
-
-
 def test_a_failing_step_leaves_no_hook_behind():
     pipe = compiled(TiedBlocks(), (X,), stages=3, micro_batches=4, schedule="1f1b")
     calls = []
@@ -133,9 +126,6 @@ def test_a_failing_step_leaves_no_hook_behind():
 
 
 def test_a_timeline_keeps_no_tensor_of_a_call():
-    import gc
-    import weakref
-
     pipe = compiled(TiedBlocks(), (X,), stages=2, micro_batches=2)
     with pipe.timeline() as timeline:
         output = pipe(X)
