@@ -74,7 +74,9 @@ def chart(step: Step, title: str, note: str, span: float, least: float) -> Chart
     boxes = []
     for row, worker in enumerate(step.workers):
         top = row * (ROW + GAP)
-        shown = [e for e in step.of(worker) if step.unit == "units" or e.duration > 0 or e.kind != "loss"]
+        shown = [
+            e for e in step.of(worker) if step.measured or e.duration > 0
+        ]  # a simulated loss takes no time
         boxes.append([_box(step, e, span, least, top, several=several[worker]) for e in shown])
     waits = [
         Box(
@@ -129,14 +131,23 @@ def least_width(step: Step) -> float:
     return round(min(max(620.0, 17 * step.duration / (usual or 1)), 6000.0))
 
 
-def ticks(step: Step, span: float) -> list[tuple[float, str]]:
-    """Where the time axis has a number, in percent, and which."""
+def ticks(step: Step, span: float, least: float) -> list[tuple[float, str, bool]]:
+    """Where the time axis has a number, in percent, which, and whether it is left out where the width is a screen's."""
     whole = span * (1e3 if step.unit == "ms" else 1)
     if whole <= 0:
-        return [(0.0, "0")]
-    power = 10.0 ** math.floor(math.log10(whole / 8))
-    each = next(m * power for m in (1, 2, 5, 10) if whole / (m * power) <= 8.5)
-    return [(100 * k * each / whole, f"{k * each:g}") for k in range(int(whole / each) + 1)]
+        return [(0.0, "0", False)]
+    few, many = _round(whole / 8), _round(whole / max(8, least / 100))
+    found = []
+    for k in range(int(whole / many * 1.000001) + 1):
+        among_few = abs(k * many / few - round(k * many / few)) < 1e-6
+        found.append((_percent(k * many, whole), f"{k * many:g}", not among_few))
+    return found
+
+
+def _round(length: float) -> float:
+    """The next of 1, 2, 5, 10, 20, …"""
+    power = 10.0 ** math.floor(math.log10(length))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= length)
 
 
 def areas(

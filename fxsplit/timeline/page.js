@@ -42,15 +42,23 @@ const boxes = all(".scroll");
 for (const box of boxes)
   box.addEventListener("scroll", () => { for (const other of boxes) if (other.scrollLeft !== box.scrollLeft) other.scrollLeft = box.scrollLeft; });
 
-// What is written in a box, where there is room for it.
+// What is written in a box, where there is room for it; thin ones have no edge, which would cover them.
 function write() {
   for (const chart of all(".chart")) {
     const width = chart.getBoundingClientRect().width / 100;
+    for (const box of all(".box", chart)) box.classList.toggle("thin", width * box.dataset.share < 4);
     for (const text of all("text", chart)) text.classList.toggle("tight", width * text.dataset.share < 7.5 * text.textContent.length + 2);
   }
 }
 write();
 addEventListener("resize", write);
+
+// A long step, as wide as the screen.
+const fit = document.getElementById("fit");
+fit?.addEventListener("click", () => {
+  fit.setAttribute("aria-pressed", String(document.body.classList.toggle("fit")));
+  write();
+});
 
 // A module's lines.
 for (const button of all("[data-path]"))

@@ -74,7 +74,7 @@ def page(model: nn.Module, step: Step, kept: Kept | None) -> str:
         row["time"] = step.shown(own)
         row["busy"] = f"{own / (step.duration or 1) / max(1, len(compiled.stages[index].row)):.0%}"
     over_time = step.kept(kept) if kept is not None else {}
-    kinds = {e.kind for e in step.events}
+    kinds = {box.kind for line in charts[0].boxes for box in line}
     text = _template().render(
         name=type(model).__name__,
         compiled=compiled,
@@ -82,7 +82,7 @@ def page(model: nn.Module, step: Step, kept: Kept | None) -> str:
         predicted=predicted,
         micro_batches=len({i for e in step.events for i in e.micro_batches}),
         charts=charts,
-        ticks=ticks(step, span),
+        ticks=ticks(step, span, least),
         least=least,
         names=max(map(len, step.workers)),
         row=ROW,
