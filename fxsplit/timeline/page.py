@@ -61,7 +61,9 @@ def page(model: nn.Module, step: Step, kept: Kept | None) -> str:
     compiled, predicted = step.compiled, step.predicted
     span = max(step.duration, predicted.duration if predicted is not None else 0.0)
     least = least_width(step)
-    charts = [chart(step, "Measured" if step.measured else "Simulated", "", span, least)]
+    queued = step.measured and any(e.device.type != "cpu" for e in step.events)
+    note = "times of the host: when it told the devices what to do" if queued else ""
+    charts = [chart(step, "Measured" if step.measured else "Simulated", note, span, least)]
     if predicted is not None:
         note = (
             f"from the loads of the plan ({compiled.assignment.cost}), a backward twice as long as a forward, "
