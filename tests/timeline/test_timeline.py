@@ -43,6 +43,7 @@ def check(step, tape):
     assert all(0 < share <= 1 for share in step.busy.values()) and 0 <= step.bubble < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_instruction_of_a_step(schedule):
     pipe, timeline = recorded(plan_for(schedule, micro_batches=4), steps=2)
@@ -59,6 +60,7 @@ def test_every_instruction_of_a_step(schedule):
     "plan",
     [
         Plan(stages=3, micro_batches=1),
+        Plan(stages=2, micro_batches=3, schedule="zb_h1"),
         Plan(stages=3, micro_batches=6, replicas=[2, 3, 1]),
         Plan(stages=1, micro_batches=2, schedule="1f1b"),
         Plan(stages=3, micro_batches=4, schedule="1f1b", checkpoint="except_last", replicas=2),
@@ -145,6 +147,7 @@ def test_hooks_of_actions_are_beside_it():
     assert sum(e.kind == "loss" for e in timeline.events) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("replicas", [1, [2, 1, 1, 1]], ids=str)
 def test_what_is_predicted_is_what_the_report_says(schedule, replicas):
