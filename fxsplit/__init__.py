@@ -15,6 +15,7 @@ from .plan.hardware import ACCELERATORS, Device
 from .plan.plan import Plan
 from .runtime.events import ActionEvent
 from .schedules.schedule import Action, Schedule
+from .timeline.timeline import Timeline
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Scattered",
     "Schedule",
     "Stage",
+    "Timeline",
     "Traced",
     "compile",
     "errors",

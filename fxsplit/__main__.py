@@ -66,6 +66,7 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--devices", help="one device, or one for each stage: cuda:0,cuda:1 (default: cpu)")
     demo.add_argument("--batch", type=int, default=16, help="rows of 64 characters in a step (default: 16)")
     demo.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default: 6)")
+    demo.add_argument("--timeline", metavar="FILE", help="write a step as a page (.html) or trace (.json)")
     demo.add_argument("--seconds", type=_seconds, default=8.0, help="how long to train (default: 8)")
 
 
@@ -116,7 +117,13 @@ def _demo(options: argparse.Namespace) -> None:
         checkpoint=options.checkpoint,
         replicas=options.replicas,
     )
-    run_demo(plan, batch=options.batch, seconds=options.seconds, layers=options.layers)
+    run_demo(
+        plan,
+        batch=options.batch,
+        seconds=options.seconds,
+        layers=options.layers,
+        timeline=options.timeline,
+    )
 
 
 def _plan(options: argparse.Namespace) -> None:

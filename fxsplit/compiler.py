@@ -40,7 +40,7 @@ from .proof.plan import verify_sizes
 from .proof.structure import verify_structure
 from .questions import verify_micro_batches
 from .replicas.meet import check_replicas
-from .report.tables import stage_table
+from .report.tables import sizes_of, stage_table
 from .runtime.unsaid import whole_modules
 from .trace.front import TRACING, trace
 from .trace.spread import Together, is_spread
@@ -304,8 +304,7 @@ def preview(
         )
         inputs = traced.signature.flatten(*given)
         traced, assignment, _ = _assign(model, traced, plan, inputs)
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    return Preview(plan, traced, assignment, stage_table(plan, traced, assignment, sizes))
+    return Preview(plan, traced, assignment, stage_table(plan, traced, assignment, sizes_of(model)))
 
 
 @dataclass(frozen=True, eq=False)

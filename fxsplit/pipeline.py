@@ -28,11 +28,12 @@ from .graph.place import has_no_values, place
 from .loss.criterion import Criterion
 from .loss.losses import check_loss_fn
 from .loss.reductions import LossFn
+from .memory.kept import Kept
 from .plan.plan import Plan
 from .replicas.replicas import Replicas
 from .runtime.ddp import Reducers
 from .runtime.engine import Engine, engines, over
-from .runtime.events import ActionHook
+from .runtime.events import ActionHook, Listener, for_each_action
 from .runtime.guarded import buffers_as_before
 from .runtime.hooks import call_with_hooks
 from .runtime.in_place import InPlace, in_the_place_of
@@ -44,7 +45,9 @@ from .saving.save import save_code
 from .saving.skeleton import Skeleton
 from .schedules.schedule import Schedule
 from .schedules.simulate import staircase
-from .schedules.tape import Tape
+from .schedules.tape import Instruction, Tape
+from .timeline.step import simulated
+from .timeline.timeline import Timeline
 from .weights.fill import Loaded, fill
 from .weights.sources import source_of
 
@@ -360,8 +363,46 @@ class Pipeline(nn.Module):
                 f"the hook is a {type(hook).__name__}, which cannot be called",
                 remedy="pipe.register_action_hook(lambda event: print(event))",
             )
-        handle = RemovableHandle(self._begun.common.hooks)
-        self._begun.common.hooks[handle.id] = hook
+        return self._register(for_each_action(hook))
+
+    @contextlib.contextmanager
+    def timeline(self) -> Iterator[Timeline]:
+        """Record the calls within: ``with pipe.timeline() as timeline: pipe.step(x, target=y, loss_fn=f)``.
+
+        ``print(timeline)``; ``timeline.save("page.html")`` writes a page, ``timeline.save("trace.json")`` a trace for
+        Perfetto. What was recorded before an error is there, too.
+        """
+        found = Timeline(self.model, self._measure_kept)
+        with self._register(found.hear):
+            yield found
+
+    def simulated_timeline(self, seconds: Callable[[Instruction], float] | None = None) -> Timeline:
+        """The timeline of a step under the plan, in which everything begins as soon as it can; nothing is run.
+
+        Args:
+            seconds: of an instruction (its `kind`, `stage` and `micro_batches`). By default the loads of the stages as
+                the plan has them, in units of one forward of one micro-batch through the mean stage.
+
+        Raises:
+            ArgumentError: `seconds` is not a function.
+        """
+        if seconds is not None and not callable(seconds):
+            raise ArgumentError(
+                f"seconds is a {type(seconds).__name__}, which cannot be called",
+                remedy='pipe.simulated_timeline(lambda x: 0.002 if x.kind == "backward" else 0.001)',
+            )
+        step = simulated(self._first, self.tape, seconds)
+        return Timeline(self.model, self._measure_kept, [step])
+
+    def _measure_kept(self, compiled: Compiled) -> Kept | None:
+        """What its stages keep for backward, where it is a program of this pipeline, and not of a call of another kind."""
+        found = [engine for engine in self.engines() if engine.compiled is compiled]
+        return questions.kept(found[0], self._example) if found else None
+
+    def _register(self, listener: Listener) -> RemovableHandle:
+        listeners = self._begun.common.listeners
+        handle = RemovableHandle(listeners)
+        listeners[handle.id] = listener
         return handle
 
     def micro_batches(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
@@ -617,13 +658,18 @@ class Pipeline(nn.Module):
     def _take_over(self, other: Pipeline) -> None:
         """Play one at a time with another pipeline, announce actions to the same hooks, be compiled as it is."""
         mine, its = self._begun.common, other._begun.common
-        mine.lock, mine.hooks, mine.serial = its.lock, its.hooks, its.serial
+        mine.lock, mine.listeners, mine.serial = its.lock, its.listeners, its.serial
         if its.options is not None:
             self.compile_stages(**its.options)
 
     def unsplit(self) -> nn.Module:
         """The user's model."""
         return self.model
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the stages, and below, folded, their code."""
+        headline = f"{type(self.model).__name__} in {len(self)} stages: {self.plan!r}"
+        return questions.as_html(self.model, self._first, headline)
 
     def extra_repr(self) -> str:
         return f"{len(self)} stages, {self.plan!r}"

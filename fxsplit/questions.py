@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 
 import torch
 from torch import nn
@@ -14,11 +15,11 @@ from .graph.ir import Traced
 from .graph.moved import Example
 from .graph.nodes import output_names
 from .graph.place import has_no_values
-from .memory.kept import kept_by_device
+from .memory.kept import Kept
 from .proof.numerics import verify_numerics
 from .proof.plan import in_micro_batches, verify_sizes
 from .proof.structure import RULES, verify_structure
-from .report.tables import stage_table
+from .report.tables import html_table, sizes_of, stage_rows, stage_table
 from .runtime.engine import Engine, over
 from .runtime.torch_compile import as_written
 from .trace.spread import Together, is_spread
@@ -79,7 +80,13 @@ def verify_micro_batches(now: Engine, example: Example, inputs: Sequence[torch.T
 
 def memory(now: Engine, example: Example) -> dict[torch.device, Live]:
     """Per device the bytes of activations that a batch like the example keeps for backward, by simulation."""
-    compiled, crew, inputs = now.compiled, now.crew, example.for_model(now.model)
+    crew, count = now.crew, len(now.micro_batches(example.inputs)[1])
+    return kept(now, example).by_device(crew.schedule_for(count, crew.meets(count)))
+
+
+def kept(now: Engine, example: Example) -> Kept:
+    """What each stage keeps of each micro-batch of a batch like the example. Runs the model once on it."""
+    compiled, inputs = now.compiled, example.for_model(now.model)
     with now.common.lock:
         if has_no_values(now.model):
             with all_on_meta(now.model):
@@ -87,19 +94,21 @@ def memory(now: Engine, example: Example) -> dict[torch.device, Live]:
         else:
             saved = measured_saved(*_beside(now, example), inputs)
     count = len(now.micro_batches(example.inputs)[1])
-    schedule = crew.schedule_for(count, crew.meets(count))
-    return kept_by_device(
-        saved, compiled.traced, compiled.stages, schedule, count, compiled.plan.recomputation
-    )
+    return Kept(saved, compiled.traced, compiled.stages, count, compiled.plan.recomputation)
 
 
 def report(model: nn.Module, compiled: Compiled) -> str:
     """The stage table, and what there is to say of how outputs merge."""
-    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    table = stage_table(compiled.plan, compiled.traced, compiled.assignment, sizes)
+    table = stage_table(compiled.plan, compiled.traced, compiled.assignment, sizes_of(model))
     named = zip(output_names(compiled.traced), compiled.merges, strict=False)
     merges = [f"{name}: {m.how} over micro-batches, {m.note}" for name, m in named if m.note]
     return "\n".join([table, *merges])
+
+
+def as_html(model: nn.Module, compiled: Compiled, headline: str) -> str:
+    """What a notebook shows: a table of the stages, and the code of each, folded."""
+    rows = stage_rows(compiled.traced, compiled.assignment, sizes_of(model))
+    return f"<p>{escape(headline)}</p>{html_table(rows)}" + "".join(s._repr_html_() for s in compiled.stages)
 
 
 def _beside(engine: Engine, example: Example) -> tuple[nn.Module, Traced]:

@@ -22,7 +22,13 @@ Say = Callable[[str], None]
 
 
 def run_demo(
-    plan: Plan, *, batch: int = 16, seconds: float = 8.0, layers: int = 6, say: Say = print
+    plan: Plan,
+    *,
+    batch: int = 16,
+    seconds: float = 8.0,
+    layers: int = 6,
+    timeline: str | None = None,
+    say: Say = print,
 ) -> float:
     """Split, print, train. Returns the largest difference between the weights of the two models at the end.
 
@@ -31,6 +37,7 @@ def run_demo(
         batch: rows of 64 characters in a step.
         seconds: how long to train, both models together.
         layers: blocks of the GPT.
+        timeline: where to write the page (``.html``) or trace (``.json``) of a step.
         say: where the lines go.
     """
     text = resources.files(__package__).joinpath("sonnets.txt").read_text(encoding="utf-8")
@@ -39,7 +46,7 @@ def run_demo(
     torch.manual_seed(0)
     eager = GPT(len(letters), layers=layers, context=CONTEXT)
     split_model = copy.deepcopy(eager)
-    characters, _ = _batch(codes, batch)
+    characters, following = _batch(codes, batch)
 
     start = time.perf_counter()
     pipe = compile(split_model, plan, example_args=(characters,))
@@ -55,6 +62,13 @@ def run_demo(
     say(pipe.staircase())
     _headline(say, "pipe.verify()")
     say(pipe.verify())
+    if timeline is not None:
+        _headline(say, f"pipe.timeline(), the second step of two, in {timeline}")
+        with pipe.timeline() as recorded:
+            for _ in range(2):
+                pipe.step(characters, target=following, loss_fn=_loss, reduction="mean")
+        recorded.save(timeline)
+        say(str(recorded))
     _headline(
         say, f"Training for {seconds:g} s: eager and split on the same micro-batches of the same batches"
     )

@@ -8,6 +8,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import torch
@@ -367,6 +368,10 @@ class Stage:
             if parts[0] not in self.paths:  # inside a checkpoint region
                 parts = parts[1:]
             yield ".".join([self.paths[parts[0]], *parts[1:]]), parameter
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what it reads and gives, and below, folded, its code."""
+        return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.code)}</pre></details>"
 
     def __repr__(self) -> str:
         return f"Stage({self.index}, {self.device}, reads {list(self.inputs)}, gives {list(self.outputs)})"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from ..graph.ir import Assignment, Traced
 from ..graph.nodes import module_paths
@@ -13,8 +14,8 @@ from ..plan.plan import Plan
 from ..plan.sizes import in_units
 
 
-def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mapping[str, int]) -> str:
-    """One row a stage, and below what may be claimed. The same bytes for the same plan, in every process.
+def stage_rows(traced: Traced, assignment: Assignment, sizes: Mapping[str, int]) -> list[dict[str, str]]:
+    """What each stage has and costs: heading → text.
 
     Args:
         sizes: parameter FQN → bytes.
@@ -44,6 +45,17 @@ def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mappi
         row["in"], row["out"] = in_units(said.bytes_in), in_units(said.bytes_out)
         row["load"] = _load(load, forecast.unit)
         rows.append(row)
+    return rows
+
+
+def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mapping[str, int]) -> str:
+    """One row a stage, and below what may be claimed. The same bytes for the same plan, in every process.
+
+    Args:
+        sizes: parameter FQN → bytes.
+    """
+    forecast = assignment.forecast
+    rows = stage_rows(traced, assignment, sizes)
     heaviest = max(assignment.loads)
     gap = heaviest / forecast.bound - 1 if forecast.bound else 0.0
     lines = [
@@ -58,6 +70,16 @@ def stage_table(plan: Plan, traced: Traced, assignment: Assignment, sizes: Mappi
     lines += [forecast.advice] if forecast.advice else []
     lines += [f"kept whole: {path} ({why})" for path, why in traced.kept_whole.items()]
     return "\n".join(lines)
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Parameter FQN → bytes."""
+    return {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+
+
+def html_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows with the same headings, as HTML."""
+    return str(tabulate(rows, headers="keys", tablefmt="html", disable_numparse=True))
 
 
 def _devices(row: Sequence[torch.device]) -> str:

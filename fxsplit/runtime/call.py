@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..batchnorm.deferred import DeferredNorms
 from ..compat import tree_leaves
+from ..compiled import Compiled
 from ..inserted.recompute import Around
 from ..loss.inside import LossInside
 from ..plan.checkpoint import Checkpoint
@@ -22,7 +24,7 @@ from ..replicas.sums import OrderedSum
 from ..schedules.tape import Instruction, Tape
 from .blame import users_line
 from .device import lanes_of
-from .events import ActionHook
+from .events import Listener
 from .fetching import Fetching
 from .hub import Here
 from .travel import Travelling
@@ -31,6 +33,7 @@ from .values import Values
 from .wiring import Wiring
 
 Terms = Sequence[torch.Tensor | None]
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -73,7 +76,8 @@ class Circumstances:
         inside: entered by each worker.
         intra_op: threads of each worker inside of an operation; None to share the caller's out.
         serial: play everything in the calling thread.
-        hooks: called after every action.
+        compiled_as: what the compiler made: the program that is played, and what it was made of.
+        listeners: called after every instruction.
         norms: keeps the statistics of batch normalisation, where its update is put off.
         drawing: stages that may draw random numbers.
         halved: stages that can go backward in two.
@@ -88,10 +92,11 @@ class Circumstances:
 
     grad: bool
     checkpoint: Checkpoint
+    compiled_as: Compiled
     inside: Around = contextlib.nullcontext
     intra_op: int | None = None
     serial: bool = False
-    hooks: Sequence[ActionHook] = ()
+    listeners: Sequence[Listener] = ()
     norms: DeferredNorms | None = None
     drawing: frozenset[int] = frozenset()
     halved: frozenset[int] = frozenset()
@@ -124,6 +129,7 @@ class Call:
         how: Circumstances,
         replicas: Mapping[int, Sequence[Replica]],
     ) -> None:
+        self.number = next(_NUMBERS)  # of all calls in this process
         self.wiring, self.program, self.tape = wiring, wiring.program, tape
         self.chunks, self.parameters, self.how, self.replicas = chunks, parameters, how, replicas
         stages, several = self.program.stages, len(chunks) > 1

@@ -28,7 +28,7 @@ from ..saving.skeleton import Skeleton
 from .autograd import PipelineFunction
 from .call import Call, Circumstances
 from .crew import Crew
-from .events import ActionHook
+from .events import Listener
 from .guarded import Guarded, buffers_as_before
 from .hub import Here
 from .inputs import Inputs
@@ -43,7 +43,7 @@ class Common:
 
     Attributes:
         lock: held by whoever plays.
-        hooks: called after every action.
+        listeners: called after every instruction.
         company: the copies of the model.
         left: threads that still wait for a copy that has failed.
         said: what was compared of losses whose reduction the user says.
@@ -54,7 +54,7 @@ class Common:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.hooks: OrderedDict[int, ActionHook] = OrderedDict()
+        self.listeners: OrderedDict[int, Listener] = OrderedDict()
         self.company = Company()
         self.left: list[threading.Thread] = []
         self.said = Said()
@@ -226,10 +226,11 @@ class Engine:
         how = Circumstances(
             grad=grad,
             checkpoint=self._checkpoint,
+            compiled_as=self.compiled,
             inside=functools.partial(computing_for, common.lock),
             serial=serial,
             intra_op=plan.threads,
-            hooks=tuple(common.hooks.values()),
+            listeners=tuple(common.listeners.values()),
             norms=crew.norms(meets, replicas),
             drawing=crew.drawing(),
             halved=self.watch.halved() if tape.halves else frozenset(),

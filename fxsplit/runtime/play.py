@@ -82,7 +82,7 @@ def _first(call: Call) -> Iterator[None]:
 
 
 def _play(call: Call, tape: Tape) -> None:
-    run = call.lanes.queued(announced(functools.partial(act, call), call.device_of, call.how.hooks))
+    run = call.lanes.queued(announced(call, functools.partial(act, call)))
 
     if not call.how.hub.everything:
         run = call.how.hub.begins(call, tape, run)

@@ -25,14 +25,19 @@ def timeline(tape: Tape, cost: Callable[[Instruction], float]) -> list[tuple[flo
     return times
 
 
-def bubble(tape: Tape, loads: Sequence[float]) -> float:
-    """Idle share of the workers, for stages whose forward and backward of the whole batch take `loads`.
+def planned(tape: Tape, loads: Sequence[float]) -> list[tuple[float, float]]:
+    """The timeline of stages whose forward of one micro-batch takes `loads`.
 
     A backward is taken to be twice as long as a forward, each of its two halves as long. Transfers and the loss take no
-    time. Equal stages under GPipe give (p - 1) / (m + p - 1).
+    time.
     """
     weights = list(loads) if any(loads) else [1.0] * len(loads)
-    times = timeline(tape, lambda x: weights[x.stage] * length_of(x))
+    return timeline(tape, lambda x: weights[x.stage] * length_of(x))
+
+
+def bubble(tape: Tape, loads: Sequence[float]) -> float:
+    """Idle share of the workers, as `planned`, whatever the unit of `loads`. Equal stages under GPipe give (p - 1) / (m + p - 1)."""
+    times = planned(tape, loads)
     busy = sum(end - start for start, end in times)
     return 1 - busy / (len(tape.workers) * max(end for _, end in times))
 

@@ -432,7 +432,15 @@ def has_the_face_of_a_pipeline(folder):
     assert "numbers: not compared" in pipe.verify()
     pipe.save_code(os.path.join(folder, str(rank)))
     pipe.compile_stages(backend="eager")
-    found = pipe.step(x, target=x, loss_fn=F.mse_loss)
+    with pipe.timeline() as timeline:
+        found = pipe.step(x, target=x, loss_fn=F.mse_loss)
+    (step,) = timeline
+    assert step.workers == (f"stage {rank}.0",) and {e.stage for e in step.events if e.kind == "forward"} == {
+        rank
+    }
+    assert {"send", "receive"} <= {e.kind for e in step.events} and step.predicted is None and str(timeline)
+    for suffix in ("html", "json"):
+        timeline.save(os.path.join(folder, f"{rank}.{suffix}"))
     assert torch.equal(found, expected.step(x, target=x, loss_fn=F.mse_loss))
     said = pipe.report(), repr(pipe), pipe.staircase(), str(pipe.memory()), sorted(pipe.state_dict())
     pipe.close()

@@ -15,7 +15,16 @@ AS_IN_ONE_PROCESS = {
     *("schedule", "schedule_for", "stages", "staircase", "tape", "tape_for", "traced", "unsplit", "report"),
     *("print_readable", "save_code", "memory", "micro_batches", "takes", "is_like", "prove_schedules"),
     *("compile", "compile_stages", "compiled_by", "criterion", "register_action_hook", "step"),
-    *("step_with_output", "train", "training", "settle", "make_replicas", "refresh_replicas"),
+    *(
+        "step_with_output",
+        "timeline",
+        "simulated_timeline",
+        "train",
+        "training",
+        "settle",
+        "make_replicas",
+        "refresh_replicas",
+    ),
 }
 
 
