@@ -60,11 +60,13 @@ class Text:
     Attributes:
         names: global name → object.
         imports: global name → the statement that imports it; missing for what no module holds.
+        made: number of a line → the name of the node whose statement it is.
     """
 
     code: str
     names: Mapping[str, Any] = field(default_factory=dict)
     imports: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[int, str] = field(default_factory=dict)
 
 
 def write(graph: fx.Graph, known: Mapping[str, Any] | None = None) -> Text:
@@ -92,6 +94,12 @@ class StageModule(fx.GraphModule):
         """The text that runs."""
         text: Text = type(self).text  # type: ignore[attr-defined]
         return text.code
+
+    @property
+    def made(self) -> Mapping[int, str]:
+        """Number of a line of the text → the node whose statement it is."""
+        text: Text = type(self).text  # type: ignore[attr-defined]
+        return text.made
 
     def is_current(self) -> bool:
         """Whether the text is that of the graph as it is now."""
@@ -138,6 +146,7 @@ class _Writer:
         self.holds: dict[str, fx.Node] = {}  # variable → the value that it has at this line
         self.said: dict[fx.Node, str] = {}  # the variable that has a value, where it is not the node's name
         self.lines: list[str] = []
+        self.made: dict[int, str] = {}
         self.latest = (
             0,
             "",
@@ -252,6 +261,7 @@ class _Writer:
                     self._head(here)
                     block = here
                 self._put(self._statement(node), line if line != previous and not _is_guard(node) else None)
+                self.made[len(self.lines) - 1] = node.name
                 self.holds.update({self._called(n): n for n in self.unpacked.get(node, [node])})
                 previous = line
                 if self.contexts.get(node) == "enter":
@@ -259,7 +269,7 @@ class _Writer:
                     self.blocks.append(len(self.lines))
             self._delete(dies.get(i, []))
         self.lines.append(f"    return {self._value(self.nodes[-1].args[0], 0)}")
-        return Text("\n".join(self.lines) + "\n", self.names, self.imports)
+        return Text("\n".join(self.lines) + "\n", self.names, self.imports, self.made)
 
     def _leave(self) -> None:
         if all(line.lstrip().startswith("#") for line in self.lines[self.blocks.pop() :]):

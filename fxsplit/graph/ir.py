@@ -202,6 +202,11 @@ class Traced:
         return f"Traced({len(self.graph.nodes)} nodes, {len(self.kept_whole)} modules kept whole)"
 
 
+def _lines_of(module: fx.GraphModule) -> list[tuple[str, str | None]]:
+    made = getattr(module, "made", {})
+    return [(text, made.get(n)) for n, text in enumerate(module.code.rstrip().splitlines())]
+
+
 @dataclass(frozen=True)
 class StageForecast:
     """What one stage comes to, for a batch like the example.
@@ -355,11 +360,16 @@ class Stage:
     @property
     def code(self) -> str:
         """The Python source that runs, with a header that says where it stands."""
-        parts = [self.module.code.strip()]
+        return "\n".join(text for text, _ in self.lines()) + "\n"
+
+    def lines(self) -> list[tuple[str, str | None]]:
+        """The lines of the code, and the node that each is the statement of."""
+        found: list[tuple[str, str | None]] = [(text, None) for text in self.header.splitlines()]
+        found += _lines_of(self.module)
         for name, region in self.module.named_children():
             if isinstance(region, fx.GraphModule):
-                parts.append(f"# {name}: recomputed in backward\n{region.code.strip()}")
-        return self.header + "\n" + "\n\n".join(parts) + "\n"
+                found += [("", None), (f"# {name}: recomputed in backward", None), *_lines_of(region)]
+        return found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this stage reads, under the model's FQNs, each once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -29,7 +28,6 @@ _LEGEND = {
     "send": "send",
     "receive": "receive",
 }
-_ASSIGNED = re.compile(r"\s*(?:return )?(\w+)(?: = |$)")
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,10 @@ def _lines(stage: Stage, traced: Traced) -> list[Line]:
     """The code of a stage. A comment belongs to the line below it."""
     found: list[Line] = []
     module: str | None = None
-    for text in reversed(stage.code.rstrip().splitlines()):
-        assigned = _ASSIGNED.match(text)
+    for text, node in reversed(stage.lines()):
         comment = text.lstrip().startswith("#")
         if not comment:
-            facts = traced.facts.get(assigned.group(1)) if assigned else None
+            facts = traced.facts.get(node) if node is not None else None
             module = facts.module_path if facts is not None else None
         found.append(Line(text, module if text.startswith(" ") else None))
     return found[::-1]
