@@ -210,6 +210,7 @@ _SAME = (  # layers that give what they get, in size
     *((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
 )
 # fmt: on
+_POOLS = (nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd)
 _COMPARES = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 _FILLS = frozenset(("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"))
 
@@ -262,7 +263,8 @@ class _Rules:
             if "out" in kwargs or any(isinstance(a, Unknown) for a in (*args, *kwargs.values())):
                 return None
             return Shape(_broadcast([s.sizes for s in (*args, *kwargs.values()) if isinstance(s, Shape)]))
-        if name in _FIRST:
+        in_place = node.op == "call_method" and name.endswith("_") and name[:-1] in _EACH | _FIRST
+        if name in _FIRST or in_place:
             return args[0] if isinstance(args[0], Shape) else None
         rule = getattr(self, f"_{name}", None)
         return None if not name or rule is None or name.startswith("_") else rule(*args, **kwargs)
@@ -495,9 +497,14 @@ class _Rules:
         if isinstance(layer, nn.Embedding):
             return Shape((*x.sizes, layer.weight.shape[1]))
         if isinstance(layer, nn.modules.conv._ConvNd) and len(x.sizes) == layer.weight.dim():
-            free = (named(f"{self.node.name}.{k + 2}") for k in range(len(x.sizes) - 2))
-            return Shape((x.sizes[0], layer.out_channels, *free))
+            return Shape((x.sizes[0], layer.out_channels, *self._free(len(x.sizes))))
+        if isinstance(layer, _POOLS) and len(x.sizes) == int(type(layer).__name__[-2]) + 2:
+            return Shape((*x.sizes[:2], *self._free(len(x.sizes))))
         return None
+
+    def _free(self, rank: int) -> list[Number]:
+        """Sizes of all but the batch and the channels, of which nothing is claimed."""
+        return [named(f"{self.node.name}.{k}") for k in range(2, rank)]
 
 
 def _is_number(value: Any) -> bool:
