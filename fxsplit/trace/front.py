@@ -233,9 +233,9 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
                 f"the graph that {name} made of {type(model).__name__} does not run: {text}"
             ) from error
         renamed = _read_latest_names(graph, facts)
-        renamed |= simplify(graph, facts, objects)
-        left = {node.name for node in graph.nodes}
-        facts = {name: fact for name, fact in facts.items() if name in left}
+        simpler = simplify(graph, facts, objects)
+        renamed |= len(simpler) < len(facts)
+        facts = simpler
         found.append(
             Traced(
                 graph=graph,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,20 +22,21 @@ from .sizes import Number, Size, known_operation, sizes_of
 _NUMBERS = ("size", "numel", "nelement", "dim")
 
 
-def simplify(graph: fx.Graph, facts: Mapping[str, NodeFacts], objects: Mapping[str, Any]) -> bool:
+def simplify(
+    graph: fx.Graph, facts: Mapping[str, NodeFacts], objects: Mapping[str, Any]
+) -> Mapping[str, NodeFacts]:
     """Simplify a graph in place.
 
     Args:
         objects: target of a ``call_module`` or ``get_attr`` → what it is.
 
     Returns:
-        Whether anything has changed.
+        The facts of the nodes that are left; fewer than before, if anything has changed.
     """
-    before = len(graph.nodes)
     if any(n.op == "call_method" and n.target in RESIZES for n in graph.nodes):
-        return False
+        return facts
     found = sizes_of(graph, facts, objects)
-    changed = False
+    same_as: dict[str, str] = {}  # what is gone → what it gave back as it was
     first = _First(graph, found)
     asked: set[Any] = set()  # conditions on sizes that were looked at before
     for node in list(graph.nodes):
@@ -49,15 +51,23 @@ def simplify(graph: fx.Graph, facts: Mapping[str, NodeFacts], objects: Mapping[s
             instead: Any = number if isinstance(number, int) else first.of(node, number)
             if instead is not node and node.users:
                 _replaced(node, instead)
-                changed = True
         elif (same := _does_nothing(node, facts)) is not None:
             _replaced(node, same)
-            changed = True
+            same_as[node.name] = same_as.get(same.name, same.name)
     for node in reversed(list(graph.nodes)):
         idle = node.op == "get_attr" or (known_operation(node) and not _does_something(facts[node.name]))
         if idle and not node.users:
             graph.erase_node(node)
-    return changed or len(graph.nodes) != before
+    left = {node.name for node in graph.nodes}
+
+    def of(name: str | None) -> str | None:
+        return name if name is None or name in left else same_as.get(name, name)
+
+    return {
+        name: replace(fact, returns=of(fact.returns), alias=of(fact.alias))
+        for name, fact in facts.items()
+        if name in left
+    }
 
 
 class _First:

@@ -221,3 +221,20 @@ def test_a_tensor_whose_rank_or_size_is_changed_in_place():
 
     model, pipe, _ = nodes_of(forward, X)
     assert_equivalent(model, pipe, torch.randn(3, 4))
+
+
+def test_other_names_of_what_did_nothing():
+    """In eval() dropout gives back what it gets: two names of one tensor cross the cut, the second of one that is gone."""
+
+    def forward(m, x):
+        h = m.a(x).to(x.device)
+        y = F.dropout(h, 0.1, m.training)
+        return m.b(y) + h
+
+    model, pipe, nodes = nodes_of(forward, X)
+    assert "to" not in [n.name for n in nodes]
+    names = {n.name for n in nodes}
+    facts = pipe.traced.facts.values()
+    assert all(f.alias in names | {None} and f.returns in names | {None} for f in facts)
+    model.eval()
+    assert_equivalent(model, pipe, torch.randn(3, 4))
