@@ -261,6 +261,7 @@ MODEL = {
     "attributes": [Row(PATH, object)],
 }
 PROGRAM = {
+    "about?": str,
     "format": int,
     "torch": str,
     "plan": dict,
