@@ -1,9 +1,11 @@
 """An fx graph as Python that reads like the model, and a module that runs just this text.
 
 What fx prints has one statement for each node and frees a value by assigning None. Here a line of the user's is one
-line again where that keeps the order of evaluation, under a comment that says which line it was: parameters are
-read where they are used, sizes and intermediate results are written inside the expression that uses them, a context
-is a ``with`` block, and values that nobody reads any more are deleted.
+line again where that keeps the order of evaluation, beside a comment that says which line it was: parameters are read
+where they are used, sizes and intermediate results are written inside the expression that uses them, a context is a
+``with`` block. Variables have the user's names and are used again, as a person does (``x = self.norm(x)``), which frees
+what they had; the few values that nobody reads any more after that are deleted at the end of the line. Where a module
+of a list begins, there is its path.
 """
 
 from __future__ import annotations
