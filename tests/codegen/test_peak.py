@@ -56,7 +56,7 @@ def test_the_peak_is_that_of_the_graph(name):
         given = [values[n] for n in stage.inputs]
         text, graph = peak(stage.module, *given), peak(fx.Interpreter(stage.module).run, *given)
         # As for a person who writes x = torch.relu(self.conv(x)): the old x is there until the line is done.
-        assert 0 < text <= graph * (1.15 if name == "unet" else 1.0), (stage.index, text, graph)
+        assert 0 < text <= graph * (1.3 if name == "unet" else 1.0), (stage.index, text, graph)
         with torch.no_grad():
             found = stage.module(*given)
         values.update(zip(stage.outputs, found if len(stage.outputs) > 1 else (found,), strict=True))
