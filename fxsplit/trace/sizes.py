@@ -333,14 +333,14 @@ class _Rules:
 
     # -- the same numbers, arranged otherwise ----------------------------------------------------------------------
 
-    def _view(self, x: Shape, *sizes: Any) -> Value:
+    def _view(self, x: Shape | Unknown, *sizes: Any) -> Value:
         wanted = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
         if not all(_is_number(s) for s in wanted):
             return None
         if wanted.count(-1) != 1:
             return Shape(tuple(wanted)) if -1 not in wanted else None
         rest = _product([s for s in wanted if s != -1])
-        whole = divided(_product(x.sizes), rest)
+        whole = divided(_product(x.sizes), rest) if isinstance(x, Shape) else None
         place = wanted.index(-1)
         free = named(f"{self.node.name}.{place}") if whole is None else whole
         return Shape((*wanted[:place], free, *wanted[place + 1 :]))
@@ -370,8 +370,11 @@ class _Rules:
         start, end = start_dim % len(x.sizes), end_dim % len(x.sizes)
         return Shape((*x.sizes[:start], _product(x.sizes[start : end + 1]), *x.sizes[end + 1 :]))
 
-    def _expand(self, x: Shape, *sizes: Any) -> Value:
+    def _expand(self, x: Shape | Unknown, *sizes: Any) -> Value:
         wanted = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
+        if isinstance(x, Unknown):
+            place = self.node.name
+            return Shape(tuple(named(f"{place}.{k}") if s == -1 else s for k, s in enumerate(wanted)))
         new = len(wanted) - len(x.sizes)
         return Shape(tuple(x.sizes[k - new] if s == -1 else s for k, s in enumerate(wanted)))
 
@@ -440,6 +443,11 @@ class _Rules:
         return self._unsqueeze(tensors[0], dim) and Shape(
             _with(self._unsqueeze(tensors[0], dim).sizes, dim, len(tensors))
         )
+
+    def _min(self, a: Shape, b: Shape) -> Value:
+        return Shape(_broadcast([a.sizes, b.sizes]))
+
+    _max = _min
 
     # -- products and sums -------------------------------------------------------------------------------------------
 
