@@ -15,6 +15,8 @@ from .plan.hardware import ACCELERATORS, Device
 from .plan.plan import Plan
 from .runtime.events import ActionEvent
 from .schedules.schedule import Action, Schedule
+from .simulation.costs import StageCosts
+from .simulation.simulate import Simulation, simulate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +35,9 @@ __all__ = [
     "ReplicationContext",
     "Scattered",
     "Schedule",
+    "Simulation",
     "Stage",
+    "StageCosts",
     "Traced",
     "compile",
     "errors",
@@ -41,6 +45,7 @@ __all__ = [
     "measure_link",
     "on_replicate",
     "preview",
+    "simulate",
     "testing",
     "verify",
 ]
