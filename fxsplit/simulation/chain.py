@@ -106,22 +106,16 @@ class Chain:
         """Which rows of the costs its instructions have."""
         return sorted({KINDS[action.kind] for row in self.rows for action in row})
 
-    @functools.cached_property
-    def number(self) -> dict[Action, int]:
-        """Action → number."""
-        actions = (action for row in self.rows for action in row)
-        return dict(zip(actions, self.place.tolist(), strict=True))
-
 
 @functools.lru_cache(maxsize=32)
 def chain_of(name: str, stages: int, micro_batches: int, workers: int) -> Chain:
     """The chain of a schedule of the catalogue."""
-    with _without_collections():  # each would look at all actions that there are so far
-        return chained(schedule_of(name, stages, micro_batches, workers))
+    return chained(schedule_of(name, stages, micro_batches, workers))
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
+    """No garbage is looked for: each time, all actions that there are so far would be looked at."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -18,7 +18,7 @@ from ..plan.checkpoint import WORDS, Checkpoint
 from ..plan.sizes import in_units, nbytes_of
 from ..report.tables import in_seconds
 from ..schedules.catalog import IN_V, NAMES, SHARED
-from .chain import Chain, chain_of
+from .chain import Chain, chain_of, without_collections
 from .costs import StageCosts
 from .steady import AFFINE, enough, steady
 
@@ -151,7 +151,8 @@ def simulate(
     if memory is not None and not limit:
         raise PlanError(f"memory={memory!r} is not a size", remedy='memory="80GB"')
     ways = _ways(found, micro_batches, schedules, stages, each, replicas, checkpoint, ranks)
-    rows = [row for group in ways.values() for row in _simulated(group, limit)]
+    with without_collections():
+        rows = [row for group in ways.values() for row in _simulated(group, limit)]
     return Simulation(tuple(sorted(rows, key=lambda r: (r.seconds, r.nbytes))), limit)
 
 
@@ -321,7 +322,7 @@ def played(
         return found[0], found[1], chains[0]
     ends = seconds.new_zeros(len(seconds), workers)
     left, base, chain = torch.arange(len(seconds)), enough(name, micro_batches, workers), None
-    known = steady(name, stages, base, workers) if base is not None and 2 * base <= micro_batches else None
+    known = steady(name, stages, base, workers) if base is not None and 3 * base <= micro_batches else None
     if known is not None and base is not None:
         chain = known.chain
         times = chain.ends(seconds, travel)

@@ -72,18 +72,18 @@ def steady(name: str, stages: int, micro_batches: int, workers: int) -> Steady |
     chain = chain_of(name, stages, micro_batches, workers)
     shorter = chain_of(name, stages, micro_batches - period, workers)
     repeated = [_repeated(a, b, period) for a, b in zip(shorter.rows, chain.rows, strict=True)]
-    needs = _Needs(chain)
+    order = _Order(chain)
     for behind in (0, workers - 1, workers):  # what is not in a V, and what is
         last = micro_batches - 1 - behind
         if last <= 2 * period:
             break
-        first, second = needs.of(last - period), needs.of(last)
+        first, second = order.needs(last - period), order.needs(last)
         inside = all(
             begin <= there <= end and there - here == length
             for here, there, (begin, end, length) in zip(first, second, repeated, strict=True)
         )
         lengths = [length for _, _, length in repeated]
-        pairs = _state(chain, first, period, lengths) if inside and min(first) > 0 else None
+        pairs = order.state(first, period, lengths) if inside and min(first) > 0 else None
         if pairs is not None:
             return Steady(chain, period, *map(torch.tensor, zip(*pairs, strict=True)))
     return None
@@ -103,61 +103,57 @@ def _repeated(short: Sequence[Action], long: Sequence[Action], period: int) -> t
     return count - tail + length, head + length, length
 
 
-class _Needs:
-    """What has to be done before an instruction, as a number of actions of each worker."""
+class _Order:
+    """Where each instruction of a chain is: in which worker, and after how many others."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         total = len(chain.code)
-        self.worker, self.position = [0] * total, [0] * total
-        begin = 0
-        places = chain.place.tolist()
-        for w, row in enumerate(chain.rows):
-            for k in range(len(row)):
-                self.worker[places[begin + k]], self.position[places[begin + k]] = w, k
-            begin += len(row)
+        lengths = torch.tensor([len(row) for row in chain.rows])
+        begins = lengths.cumsum(0) - lengths
+        position = torch.arange(total) - begins[chain.worker]
+        self.begins, self.place = begins.tolist(), chain.place.tolist()
+        self.worker, self.position = (
+            torch.empty(total, dtype=torch.long).index_copy_(0, chain.place, column).tolist()
+            for column in (chain.worker, position)
+        )
         self.source = chain.source.tolist()
 
-    def of(self, micro_batch: int) -> list[int]:
-        """Of the last stage's backward with it, which is left out."""
-        chain = self.chain
-        last = chain.stages - 1
-        end = chain.number.get(Action("B", last, micro_batch))
-        if end is None:
-            end = chain.number[Action("I", last, micro_batch)]
-        needed = [0] * len(chain.rows)
-        needed[self.worker[end]] = self.position[end]
-        for number in range(end - 1, -1, -1):  # numbers go up with levels, so that sources come first
-            w = self.worker[number]
-            source = self.source[number]
-            if self.position[number] < needed[w] and source < len(self.source):
-                there = self.worker[source]
-                needed[there] = max(needed[there], self.position[source] + 1)
+    def needs(self, micro_batch: int) -> list[int]:
+        """Per worker how much is done before the last stage goes backward with a micro-batch."""
+        last = self.chain.stages - 1
+        w = int(self.chain.home[last])
+        row = self.chain.rows[w]
+        k = next(k for k in range(len(row)) if row[k][0] in "BI" and row[k][1:] == (last, micro_batch))
+        needed = [0] * len(self.chain.rows)
+        needed[w] = k
+        worker, position, source, total = self.worker, self.position, self.source, len(self.source)
+        for number in range(self.place[self.begins[w] + k] - 1, -1, -1):  # by level: sources come first
+            there = source[number]
+            if there < total and position[number] < needed[worker[number]]:
+                other = worker[there]
+                if position[there] >= needed[other]:
+                    needed[other] = position[there] + 1
         return needed
 
-
-def _state(
-    chain: Chain, done: Sequence[int], period: int, lengths: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """What later instructions depend on once so much is done, with the same one period later; None if that is another."""
-    number, source = chain.number, chain.source.tolist()
-    places = {number[a]: (w, k) for w, row in enumerate(chain.rows) for k, a in enumerate(row)}
-    actions = {n: a for a, n in number.items()}
-    reached = [row[k - 1] for row, k in zip(chain.rows, done, strict=True)]
-    for row, k in zip(chain.rows, done, strict=True):
-        for action in row[k:]:
-            if action.micro_batch == 0:  # its costs may be its own
+    def state(
+        self, done: Sequence[int], period: int, lengths: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """What later instructions depend on once so much is done, with the same one period later; None if that is another."""
+        rows, total = self.chain.rows, len(self.source)
+        reached = {(w, k - 1) for w, k in enumerate(done)}
+        for w, row in enumerate(rows):
+            for k in range(done[w], len(row)):
+                if row[k].micro_batch == 0:  # its costs may be its own
+                    return None
+                there = self.source[self.place[self.begins[w] + k]]
+                if there < total and self.position[there] < done[self.worker[there]]:
+                    reached.add((self.worker[there], self.position[there]))
+        pairs = []
+        for w, k in sorted(reached):
+            later = k + lengths[w]
+            kind, stage, i = rows[w][k]
+            if later >= len(rows[w]) or rows[w][later] != (kind, stage, i + period):
                 return None
-            n = source[number[action]]
-            if n in places and places[n][1] < done[places[n][0]]:
-                reached.append(actions[n])
-    pairs = []
-    for action in dict.fromkeys(reached):
-        later = number.get(action._replace(micro_batch=action.micro_batch + period))
-        if later is None:
-            return None
-        w, k = places[number[action]]
-        if places[later] != (w, k + lengths[w]):
-            return None
-        pairs.append((number[action], later))
-    return pairs
+            pairs.append((self.place[self.begins[w] + k], self.place[self.begins[w] + later]))
+        return pairs
