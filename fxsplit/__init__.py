@@ -16,6 +16,7 @@ from .plan.plan import Plan
 from .runtime.events import ActionEvent
 from .schedules.schedule import Action, Schedule
 from .simulation.costs import StageCosts
+from .simulation.profile import Profile, profile
 from .simulation.simulate import Simulation, simulate
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Preview",
+    "Profile",
     "Program",
     "ReplicationContext",
     "Scattered",
@@ -45,6 +47,7 @@ __all__ = [
     "measure_link",
     "on_replicate",
     "preview",
+    "profile",
     "simulate",
     "testing",
     "verify",
