@@ -78,7 +78,12 @@ def main() -> None:
             pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=(x,))
             reduction = "mean" if name == "GPT" and schedule != "gpipe" else None
             found = fxsplit.profile(
-                pipe, x, target=target, loss_fn=loss, rounds=rounds, **({"reduction": reduction} if reduction else {})
+                pipe,
+                x,
+                target=target,
+                loss_fn=loss,
+                rounds=rounds,
+                **({"reduction": reduction} if reduction else {}),
             )
             print(f"{name} {schedule}\n{found}", file=sys.stderr, flush=True)
             first = first or found
@@ -86,7 +91,15 @@ def main() -> None:
             other = first.predict(pipe) / found.measured
             predicted, measured = f"{found.predicted * 1e3:.1f}", f"{found.measured * 1e3:.1f}"
             rows.append(
-                (name, schedule, predicted, measured, f"{found.ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{other:.3f}")
+                (
+                    name,
+                    schedule,
+                    predicted,
+                    measured,
+                    f"{found.ratio:.3f}",
+                    f"{low:.3f} to {high:.3f}",
+                    f"{other:.3f}",
+                )
             )
     heads = ("model", "schedule", "predicted ms", "measured ms", "ratio", "quartiles", "ratio, from gpipe")
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))

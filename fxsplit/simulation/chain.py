@@ -62,18 +62,18 @@ class Chain:
         """
         count = len(self.code)
         share = max(1, _MOST // (count + 1))
-        parts = zip(seconds.split(share), travel.split(share), strict=True)
+        parts = zip(torch.split(seconds, share), torch.split(travel, share), strict=True)
         return torch.cat([self._ends(*part) for part in parts], dim=1)
 
     def _ends(self, seconds: torch.Tensor, travel: torch.Tensor) -> torch.Tensor:
         table = seconds.flatten(1).t().contiguous()
         none = travel.new_zeros(len(travel), self.stages + 1 - travel.shape[1])
         lengths = [b - a for a, b in zip(self.levels, self.levels[1:], strict=False)]
-        cost = table[self.code].split(lengths)
-        delay = torch.cat([travel, none], dim=1).t().contiguous()[self.cut].split(lengths)
-        before, source = self.before.split(lengths), self.source.split(lengths)
+        cost = torch.split(table[self.code], lengths)
+        delay = torch.split(torch.cat([travel, none], dim=1).t().contiguous()[self.cut], lengths)
+        before, source = torch.split(self.before, lengths), torch.split(self.source, lengths)
         ends = table.new_zeros(len(self.code) + 1, table.shape[1])
-        for k, row in enumerate(ends[:-1].split(lengths)):
+        for k, row in enumerate(torch.split(ends[:-1], lengths)):
             there = ends.index_select(0, source[k]).add_(delay[k])
             torch.maximum(ends.index_select(0, before[k]), there, out=there)
             torch.add(there, cost[k], out=row)
@@ -95,7 +95,7 @@ class Chain:
             (variants, workers) bytes.
         """
         found = []
-        for part in change.split(max(1, _MOST // len(self.code))):
+        for part in torch.split(change, max(1, _MOST // len(self.code))):
             now = part.flatten(1)[:, self.code[self.place]].cumsum(1)
             most = now.new_zeros(len(part), len(self.rows))
             found.append(most.scatter_reduce_(1, self.worker.expand_as(now), now, "amax"))

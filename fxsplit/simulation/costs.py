@@ -60,9 +60,7 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         if not isinstance(self.forward, list | tuple) or not self.forward:
-            raise ArgumentError(
-                f"StageCosts(forward={self.forward!r}) is no list of seconds", remedy=_REMEDY
-            )
+            raise ArgumentError(f"StageCosts(forward={self.forward!r}) is no list of seconds", remedy=_REMEDY)
         self._settle("forward", self.forward)
         none = [0.0] * len(self)
         self._settle("backward", [BACKWARD * f for f in self.forward])
@@ -81,7 +79,8 @@ class StageCosts:
             _check(name, getattr(self, name))
         if self.link is not None and not (_is_number(self.link) and 0 < self.link < math.inf):
             raise ArgumentError(
-                f"StageCosts(link={self.link!r}) is not a positive number", remedy="link=2e10, bytes in a second"
+                f"StageCosts(link={self.link!r}) is not a positive number",
+                remedy="link=2e10, bytes in a second",
             )
 
     def _settle(self, name: str, usual: Sequence[float]) -> None:
@@ -93,7 +92,9 @@ class StageCosts:
         if len(values) != len(usual):
             raise ArgumentError(
                 f"StageCosts({name}=) lists {len(values)} numbers, not {len(usual)}",
-                remedy="a number for each cut, one fewer than stages" if name == "sent" else "one for each stage",
+                remedy="a number for each cut, one fewer than stages"
+                if name == "sent"
+                else "one for each stage",
             )
         for i, value in enumerate(values):
             _check(f"{name}[{i}]", value)
@@ -137,9 +138,16 @@ class StageCosts:
         def sums(values: Sequence[float]) -> list[float]:
             return [math.fsum(values[a:b]) for a, b in zip(begins, ends, strict=True)]
 
-        per_stage = ("forward", "backward", "kept", "parameters", "state", "weights")
-        sent = [self.sent[begin - 1] for begin in begins[1:]]
-        return replace(self, **{name: sums(getattr(self, name)) for name in per_stage}, sent=sent)
+        return replace(
+            self,
+            forward=sums(self.forward),
+            backward=sums(self.backward),
+            kept=sums(self.kept),
+            parameters=sums(self.parameters),
+            state=sums(self.state),
+            weights=sums(self.weights),
+            sent=[self.sent[begin - 1] for begin in begins[1:]],
+        )
 
 
 StageCosts.__init__ = explained(ArgumentError, _REMEDY)(StageCosts.__init__)  # type: ignore[method-assign]
@@ -175,7 +183,9 @@ def _lightest(loads: Sequence[float], groups: int) -> list[int]:
     found = ends(high)
     while len(found) < groups:  # a group in two is no heavier
         begins = [0, *found[:-1]]
-        wide = max(range(len(found)), key=lambda k: (found[k] - begins[k] > 1, sum(loads[begins[k] : found[k]])))
+        wide = max(
+            range(len(found)), key=lambda k: (found[k] - begins[k] > 1, sum(loads[begins[k] : found[k]]))
+        )
         found.insert(wide, (begins[wide] + found[wide] + 1) // 2)
     return found
 
@@ -248,4 +258,3 @@ def with_bytes(costs: StageCosts, pipe: Pipeline) -> StageCosts:
     nodes = {node.name: node for node in compute_nodes(traced.graph)}
     kept = [live_bytes(saved, [[nodes[n] for n in s.nodes]], [[]], 1).kept for s in pipe.stages]
     return replace(found, kept=kept)
-

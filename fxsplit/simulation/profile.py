@@ -160,7 +160,9 @@ def profile(
         pipe.step(*args, loss_fn=loss_fn, target=target, reduction=reduction, **kwargs)
         return begin, time.perf_counter()
 
-    with preserved(pipe.model):  # a step writes no parameter; to watch them would take a mode, in which workers take turns
+    with preserved(
+        pipe.model
+    ):  # not the parameters, for which a mode would watch: workers take turns within one
         for _ in range(3):
             step()
         for _ in range(rounds):
@@ -186,12 +188,9 @@ def _phases(pipe: Pipeline) -> list[Tape]:
     return [tape] if any(x.kind == "loss" for x in tape.order) else [tape.forward, tape.backward]
 
 
-def _profile(
-    pipe: Pipeline, timed: Sequence[tuple[float, Times, float]], whole: Sequence[float]
-) -> Profile:
+def _profile(pipe: Pipeline, timed: Sequence[tuple[float, Times, float]], whole: Sequence[float]) -> Profile:
     seconds: dict[tuple[str, int], list[float]] = {}
-    own, wake, losses = [], [], []
-    heads, middles, tails = [], [], []
+    own, wake, losses, heads, middles, tails = (list[float]() for _ in range(6))
     phases = _phases(pipe)
     for begin, times, end in timed:
         for (kind, stage, _), (a, b) in times.items():

@@ -92,7 +92,15 @@ class Simulation:
 
     def __str__(self) -> str:
         best = next((row for row in self.rows if row.fits), None)
-        heads = ("", "schedule", "stages", "workers", "micro-batches", "replicas", "checkpoint")
+        heads: tuple[str, ...] = (
+            "",
+            "schedule",
+            "stages",
+            "workers",
+            "micro-batches",
+            "replicas",
+            "checkpoint",
+        )
         heads += ("step", "bubble", "memory", *(["fits"] if self.memory is not None else []))
         table = [
             (

@@ -136,9 +136,7 @@ class _Order:
                     needed[other] = position[there] + 1
         return needed
 
-    def state(
-        self, done: Sequence[int], period: int, lengths: Sequence[int]
-    ) -> list[tuple[int, int]] | None:
+    def state(self, done: Sequence[int], period: int, lengths: Sequence[int]) -> list[tuple[int, int]] | None:
         """What later instructions depend on once so much is done, with the same one period later; None if that is another."""
         rows, total = self.chain.rows, len(self.source)
         reached = {(w, k - 1) for w, k in enumerate(done)}
