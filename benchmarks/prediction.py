@@ -51,17 +51,17 @@ def tasks():
     yield (
         "GPT",
         GPT(96, width=192, layers=6, context=64),
-        torch.randint(96, (32, 64)),
-        torch.randint(96, (32, 64)),
+        torch.randint(96, (16, 64)),
+        torch.randint(96, (16, 64)),
         tokens_loss,
     )
     layers = [part for _ in range(8) for part in (nn.Linear(512, 512), nn.ReLU())]
-    yield "MLP", nn.Sequential(*layers), torch.randn(4096, 512), torch.randn(4096, 512), nn.MSELoss()
+    yield "MLP", nn.Sequential(*layers), torch.randn(2048, 512), torch.randn(2048, 512), nn.MSELoss()
     resnet = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Residual(32) for _ in range(6)))
     yield "ResNet", resnet, torch.randn(32, 3, 32, 32), torch.randn(32, 32, 32, 32), nn.MSELoss()
     layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    yield "TransformerEncoder", encoder, torch.randn(64, 64, 256), torch.randn(64, 64, 256), nn.MSELoss()
+    yield "TransformerEncoder", encoder, torch.randn(32, 64, 256), torch.randn(32, 64, 256), nn.MSELoss()
 
 
 def main() -> None:

@@ -36,14 +36,16 @@ class Profile:
     """What was measured, and predicted by it. All times are in seconds, and medians.
 
     Attributes:
-        instructions: (kind, stage) → one instruction; kinds are F, B, I and W, as of an `Action`.
+        instructions: (kind, stage) → one instruction, the mean over the micro-batches of a step; kinds are F, B, I and W, as
+            of an `Action`.
         own: from the end of an instruction to the beginning of the next one of its worker.
         wake: from the end of an instruction to the beginning of one of another worker that waits for it.
         loss: of a micro-batch, where the schedule has it inside.
         head, middle, tail: before the first instruction of a step; between forward and backward, with the loss of the
             merged output, where it is outside; and after the last instruction.
-        predicted: of a step: `head`, the simulated schedule, `middle` and `tail`.
-        steps: what the steps took.
+        predictions: of each step whose instructions were timed, by their means in it: `head`, the simulated schedule,
+            `middle` and `tail`.
+        steps: what the steps took that came right after those.
         costs: for `simulate`; without `head`, `middle` and `tail`.
     """
 
@@ -54,9 +56,14 @@ class Profile:
     head: float
     middle: float
     tail: float
-    predicted: float
+    predictions: tuple[float, ...]
     steps: tuple[float, ...]
     costs: StageCosts = field(repr=False)
+
+    @property
+    def predicted(self) -> float:
+        """The median of `predictions`."""
+        return statistics.median(self.predictions)
 
     @property
     def measured(self) -> float:
@@ -65,14 +72,17 @@ class Profile:
 
     @property
     def ratio(self) -> float:
-        """What was predicted as a part of what was measured."""
-        return self.predicted / self.measured
+        """What was predicted as a part of what was measured right after: the median."""
+        return statistics.median(self._ratios())
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles of that ratio over `steps`."""
-        low, _, high = statistics.quantiles((self.predicted / s for s in self.steps), n=4, method="inclusive")
+        """The quartiles of that ratio."""
+        low, _, high = statistics.quantiles(self._ratios(), n=4, method="inclusive")
         return low, high
+
+    def _ratios(self) -> list[float]:
+        return [a / b for a, b in zip(self.predictions, self.steps, strict=True)]
 
     def predict(self, pipe: Pipeline) -> float:
         """Seconds of a step of another pipeline of the same stages and micro-batches, by the figures of this one.
@@ -189,12 +199,14 @@ def _phases(pipe: Pipeline) -> list[Tape]:
 
 
 def _profile(pipe: Pipeline, timed: Sequence[tuple[float, Times, float]], whole: Sequence[float]) -> Profile:
-    seconds: dict[tuple[str, int], list[float]] = {}
+    rows: list[dict[tuple[str, int], float]] = []
     own, wake, losses, heads, middles, tails = (list[float]() for _ in range(6))
     phases = _phases(pipe)
     for begin, times, end in timed:
+        seconds: dict[tuple[str, int], list[float]] = {}
         for (kind, stage, _), (a, b) in times.items():
             seconds.setdefault((kind, stage), []).append(b - a)
+        rows.append({key: statistics.fmean(values) for key, values in seconds.items()})
         for phase in phases:
             for gap, waits, loss in _gaps(phase, times):
                 (losses if loss else wake if waits else own).append(gap)
@@ -203,7 +215,7 @@ def _profile(pipe: Pipeline, timed: Sequence[tuple[float, Times, float]], whole:
         if len(phases) == 2:
             last = max(b for action, (_, b) in times.items() if action.kind == "F")
             middles.append(min(a for action, (a, _) in times.items() if action.kind != "F") - last)
-    each = {key: statistics.median(values) for key, values in seconds.items()}
+    each = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     gap = _median(own)
     count, stages = max(a.micro_batch for a in timed[0][1]) + 1, range(len(pipe.stages))
     back = [each.get(("B", s), 0.0) + each.get(("I", s), 0.0) + each.get(("W", s), 0.0) for s in stages]
@@ -221,11 +233,11 @@ def _profile(pipe: Pipeline, timed: Sequence[tuple[float, Times, float]], whole:
         _median(heads),
         _median(middles),
         _median(tails),
-        0.0,
+        (),
         tuple(whole),
         with_bytes(costs, pipe),
     )
-    return replace(found, predicted=found.predict(pipe))
+    return replace(found, predictions=tuple(replace(found, instructions=row).predict(pipe) for row in rows))
 
 
 def _gaps(tape: Tape, times: Times) -> Iterable[tuple[float, bool, bool]]:
