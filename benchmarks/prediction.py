@@ -1,9 +1,9 @@
-"""Does a step take what the simulator says? python benchmarks/prediction.py [--rounds 12]
+"""Does a step take what the simulator says? python benchmarks/prediction.py [--turns 3] [--rounds 5]
 
 4 models in 2 stages with 8 micro-batches, under 3 schedules, on the CPU with a worker for each stage and one intra-op
 thread each. Every pipeline is profiled by `fxsplit.profile`: steps whose instructions are timed and steps that are
-predicted take turns, and the ratio is the predicted step to the measured ones: of the median, and its quartiles. The last
-column predicts the same steps from the instructions that were timed under GPipe, which is what one asks before a schedule
+predicted take turns, and so do the schedules. The ratio is a predicted step to the one measured right after: the median,
+and the quartiles. The last column predicts the same steps from the instructions that were timed under GPipe, which is what one asks before a schedule
 is chosen; a backward in two is taken to be two halves there.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
 
 import torch
@@ -64,43 +65,46 @@ def tasks():
     yield "TransformerEncoder", encoder, torch.randn(32, 64, 256), torch.randn(32, 64, 256), nn.MSELoss()
 
 
+def profiles(pipes, x, target, loss, turns, rounds):
+    """Schedule → its profiles. The schedules take turns."""
+    found = {schedule: [] for schedule in pipes}
+    for _ in range(turns):
+        for schedule, pipe in pipes.items():
+            reduction = None if schedule == "gpipe" or isinstance(loss, nn.Module) else "mean"
+            said = {} if reduction is None else {"reduction": reduction}
+            found[schedule].append(
+                fxsplit.profile(pipe, x, target=target, loss_fn=loss, rounds=rounds, **said)
+            )
+            print(f"{schedule}\n{found[schedule][-1]}", file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> None:
     """Print a row for each model and schedule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for name, model, x, target, loss in tasks():
-        first = None
+        pipes = {}
         for schedule in SCHEDULES:
             plan = fxsplit.Plan(stages=2, micro_batches=8, schedule=schedule, cost="time")
-            pipe = fxsplit.compile(copy.deepcopy(model), plan, example_args=(x,))
-            reduction = "mean" if name == "GPT" and schedule != "gpipe" else None
-            found = fxsplit.profile(
-                pipe,
-                x,
-                target=target,
-                loss_fn=loss,
-                rounds=rounds,
-                **({"reduction": reduction} if reduction else {}),
+            pipes[schedule] = fxsplit.compile(copy.deepcopy(model), plan, example_args=(x,))
+        found = profiles(pipes, x, target, loss, options.turns, options.rounds)
+        for schedule, turns in found.items():
+            ratios = [a / b for p in turns for a, b in zip(p.predictions, p.steps, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            predicted, measured = (
+                statistics.median(getattr(p, kind) for p in turns) * 1e3 for kind in ("predicted", "measured")
             )
-            print(f"{name} {schedule}\n{found}", file=sys.stderr, flush=True)
-            first = first or found
-            low, high = found.spread
-            other = first.predict(pipe) / found.measured
-            predicted, measured = f"{found.predicted * 1e3:.1f}", f"{found.measured * 1e3:.1f}"
-            rows.append(
-                (
-                    name,
-                    schedule,
-                    predicted,
-                    measured,
-                    f"{found.ratio:.3f}",
-                    f"{low:.3f} to {high:.3f}",
-                    f"{other:.3f}",
-                )
-            )
+            others = [
+                first.predict(pipes[schedule]) / p.measured
+                for first, p in zip(found["gpipe"], turns, strict=True)
+            ]
+            row = (f"{predicted:.1f}", f"{measured:.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+            rows.append((name, schedule, *row, f"{statistics.median(others):.3f}"))
     heads = ("model", "schedule", "predicted ms", "measured ms", "ratio", "quartiles", "ratio, from gpipe")
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
 
