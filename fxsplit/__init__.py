@@ -15,6 +15,9 @@ from .plan.hardware import ACCELERATORS, Device
 from .plan.plan import Plan
 from .runtime.events import ActionEvent
 from .schedules.schedule import Action, Schedule
+from .simulation.costs import StageCosts
+from .simulation.profile import Profile, profile
+from .simulation.simulate import Simulation, simulate
 from .timeline.timeline import Timeline
 
 __version__ = "0.1.0"
@@ -30,11 +33,14 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Preview",
+    "Profile",
     "Program",
     "ReplicationContext",
     "Scattered",
     "Schedule",
+    "Simulation",
     "Stage",
+    "StageCosts",
     "Timeline",
     "Traced",
     "compile",
@@ -43,6 +49,8 @@ __all__ = [
     "measure_link",
     "on_replicate",
     "preview",
+    "profile",
+    "simulate",
     "testing",
     "verify",
 ]

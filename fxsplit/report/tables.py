@@ -96,11 +96,16 @@ def _replicas(counts: Sequence[int]) -> str:
 
 def _load(load: float, unit: str) -> str:
     if unit == "s":
-        scale, name = next(((s, n) for s, n in ((1, "s"), (1e3, "ms")) if load * s >= 1), (1e6, "µs"))
-        return f"{load * scale:.3f} {name}"
+        return in_seconds(load)
     if unit == "nodes":
         return f"{load:g} node{'s' if load != 1 else ''}"
     return in_units(load) if unit == "bytes" else f"{_scaled(load)}FLOP"
+
+
+def in_seconds(seconds: float) -> str:
+    """``3.100 ms``."""
+    scale, name = next(((s, n) for s, n in ((1, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "µs"))
+    return f"{seconds * scale:.3f} {name}"
 
 
 def _scaled(count: float) -> str:

@@ -9,17 +9,23 @@ from .tape import Instruction, Tape
 _LENGTH = {"forward": 1, "loss": 0, "backward": 2, "inputs": 1, "weights": 1, "send": 0, "receive": 0}
 
 
-def timeline(tape: Tape, cost: Callable[[Instruction], float]) -> list[tuple[float, float]]:
+def timeline(
+    tape: Tape,
+    cost: Callable[[Instruction], float],
+    travel: Callable[[Instruction, Instruction], float] = lambda made, read: 0.0,
+) -> list[tuple[float, float]]:
     """By number, start and end of every instruction, when each starts as soon as its worker is free and it may.
 
     Args:
         cost: units of time of an instruction.
+        travel: units of time from the end of an instruction to when another one that comes after it may start.
     """
     free = [0.0] * len(tape.workers)
     times = [(0.0, 0.0)] * len(tape.instructions)
     for instruction in tape.order:
         w = tape.worker_of[instruction.number]
-        start = max([free[w], *(times[n][1] for n in instruction.after)])
+        there = (times[n][1] + travel(tape.instructions[n], instruction) for n in instruction.after)
+        start = max([free[w], *there])
         free[w] = start + cost(instruction)
         times[instruction.number] = (start, free[w])
     return times

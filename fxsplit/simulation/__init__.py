@@ -1,0 +1,1 @@
+"""What a step would take under other schedules, sizes and numbers of ranks: from costs, without running it."""
