@@ -118,7 +118,6 @@ def test_checkpointing_adds_a_forward(name):
     assert busy["except_last"] == pytest.approx(15.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if period_of(n, 1)])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_a_schedule_in_its_steady_state_repeats_itself(name, workers):
