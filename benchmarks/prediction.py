@@ -3,8 +3,8 @@
 4 models in 2 stages with 8 micro-batches, under 3 schedules, on the CPU with a worker for each stage and one intra-op
 thread each. Every pipeline is profiled by `fxsplit.profile`: steps whose instructions are timed and steps that are
 predicted take turns, and so do the schedules. The ratio is a predicted step to the one measured right after: the median,
-and the quartiles. The last column predicts the same steps from the instructions that were timed under GPipe, which is what one asks before a schedule
-is chosen; a backward in two is taken to be two halves there.
+and the quartiles. The last column predicts the same steps from the instructions that were timed under GPipe, which is what
+one asks before a schedule is chosen; a backward in two is taken to be two halves there.
 """
 
 from __future__ import annotations

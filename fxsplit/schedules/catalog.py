@@ -365,6 +365,7 @@ def _with_replicas(
                 remedy="the same number of replicas for all of them",
             )
         for replica in range(counts[0]):
-            workers.append(tuple(a for a in row if a.micro_batch % counts[0] == replica))
+            alone = counts[0] == 1
+            workers.append(tuple(row if alone else (a for a in row if a.micro_batch % counts[0] == replica)))
             labels.append((mine[0], replica))
     return Schedule(name, tuple(workers), tuple(labels))

@@ -127,12 +127,15 @@ def without_collections() -> Iterator[None]:
 
 def chained(schedule: Schedule) -> Chain:
     """The chain of a schedule that ends and plays each stage in one worker."""
-    stages, size, rows = schedule.stages, schedule.micro_batches, schedule.workers
+    rows = schedule.workers
     lengths = torch.tensor([len(row) for row in rows])
     letters, *columns = zip(*itertools.chain.from_iterable(rows), strict=True)
     kind = torch.tensor(list(map(KINDS.__getitem__, letters)))
     stage, micro_batch = map(torch.tensor, columns)
-    home, worker = torch.tensor(schedule.worker_of), torch.repeat_interleave(lengths)
+    stages, size = int(stage.max()) + 1, int(micro_batch.max()) + 1
+    worker = torch.repeat_interleave(lengths)
+    home = torch.empty(stages, dtype=torch.long)
+    home[stage] = worker
     total, first = len(kind), kind == 0
     gives = kind < 3  # what another stage reads: values, or gradients of inputs
     key = (stage + stages * ~first) * size + micro_batch
