@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
+
+_BESIDE = re.compile(r"  # (?P<line>\S+:\d+)$")  # x = self.fc(x)  # model.py:41
+_HEADING = re.compile(r"\s*# (?P<path>\S+)$")  # blocks.1
 
 
 def users_line(error: BaseException) -> str:
-    """``", at model.py:41: y = self.fc(x)"``: what the traceback passed last in generated code; empty if nothing.
+    """``", at model.py:41 (blocks.1): y = self.fc(x)"``: what the traceback passed last in generated code; empty if nothing.
 
-    Generated code says in a comment above a line which line of the user's it was. Backward runs none of it, unless
-    something is recomputed.
+    Generated code says beside a statement which line of the user's it was, unless that is the line of the statement
+    above, and where a module of a list begins. Backward runs none of it, unless something is recomputed.
     """
     found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, number in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
         if path.startswith("<fxsplit "):
-            text = linecache.getlines(path)[:line]
-            comment = next((t.strip()[2:] for t in reversed(text) if t.strip().startswith("# ")), "")
-            found = f", at {comment}: {text[-1].strip()}" if comment else ""
+            text = [line.rstrip() for line in linecache.getlines(path)[:number]]
+            line = next((m["line"] for m in map(_BESIDE.search, reversed(text)) if m), "")
+            module = next((f" ({m['path']})" for m in map(_HEADING.match, reversed(text)) if m), "")
+            found = f", at {line}{module}: {_BESIDE.sub('', text[-1]).strip()}" if line else ""
     return found

@@ -202,7 +202,7 @@ def cases():
 
 
 LINE = next(
-    f"test_faults.py:{i}: "
+    f", at test_faults.py:{i} (blocks."
     for i, line in enumerate(Path(__file__).read_text().splitlines(), start=1)
     if line.endswith("# the line that fails")
 )
