@@ -31,6 +31,7 @@ from .merging.decide import Merging, find_merges
 from .modules.reach import reach
 from .modules.state import preserved
 from .partition.shared import partition_with_homes
+from .passes import named, recorded
 from .pipeline import Pipeline
 from .plan.checkpoint import Paths
 from .plan.plan import Plan
@@ -99,7 +100,7 @@ def compile(
         if empty
         else _able_to_run(model, example_args, kwargs)
     )
-    with TRACING, _ordinary_mode(), able as (given, spread):
+    with TRACING, _ordinary_mode(), able as (given, spread), recorded() as passes:
         shown = without_values(given) if empty else given
         with all_on_meta(model) if empty else contextlib.nullcontext():
             traced = trace(
@@ -120,6 +121,7 @@ def compile(
         elif check:
             _verify_split(pipe, inputs, moves=bool(spread))
         pipe.settle()
+        pipe.went_through(passes)
         pipe.compiled_by(functools.partial(compile, leaf_modules=leaf_modules, tracer=tracer, check=check))
     if source is not None:
         pipe.load_weights(source)
@@ -209,6 +211,13 @@ def _arguments(
     return plan, dict(example_kwargs or {})
 
 
+def _cut(assignment: Assignment) -> str:
+    rows = zip(assignment.stages, assignment.devices, assignment.loads, strict=True)
+    return "\n".join(
+        f"stage {i} on {at}, {load:g}: {', '.join(names)}" for i, (names, at, load) in enumerate(rows)
+    )
+
+
 def _pipeline(
     model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor], check: bool
 ) -> Pipeline:
@@ -242,6 +251,7 @@ def _compiled(
     return Compiled(plan, traced, assignment, program, dims, Merges(merging.merges))
 
 
+@named("partition", lambda found: _cut(found[1]))
 def _assign(
     model: nn.Module, traced: Traced, plan: Plan, inputs: Sequence[torch.Tensor]
 ) -> tuple[Traced, Assignment, list[Runs]]:
@@ -366,6 +376,7 @@ def _placed_alike(other: Traced, program: Program) -> dict[str, str]:
     return placed
 
 
+@named("compare the split")
 def _verify_split(pipe: Pipeline, inputs: Sequence[torch.Tensor], *, moves: bool) -> None:
     """The numbers of the split on the example, and on the micro-batches that the plan makes of it.
 

@@ -29,6 +29,7 @@ from .loss.criterion import Criterion
 from .loss.losses import check_loss_fn
 from .loss.reductions import LossFn
 from .memory.kept import Kept
+from .passes import Pass
 from .plan.plan import Plan
 from .replicas.replicas import Replicas
 from .runtime.ddp import Reducers
@@ -68,6 +69,7 @@ class Pipeline(nn.Module):
             path in eval(); a mode in which the example could not be run is not there.
         traced, assignment, program, stages, dims, merges: those of the mode in which it was compiled.
         example: the flat example inputs.
+        passes: what the compiler did, in the order in which each ended, with what it made; none of a copy or a loaded one.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class Pipeline(nn.Module):
     _engines: Mapping[bool, Engine]
     _example: Example
     _reducers: Reducers
+    passes: tuple[Pass, ...]
     _compiler: Callable[..., Pipeline] | None
     _others: list[Any]  # pipelines over the same model, for other kinds of calls
 
@@ -98,7 +101,9 @@ class Pipeline(nn.Module):
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         # Past nn.Module.__setattr__: the model may have a child of one of these names.
         own.update(plan=plan, compiled=dict(compiled), _engines=engines(model, compiled))
-        own.update(_example=Example(model, example), _reducers=Reducers(), _compiler=None, _others=[])
+        own.update(
+            _example=Example(model, example), _reducers=Reducers(), _compiler=None, _others=[], passes=()
+        )
 
     # -- what was made -------------------------------------------------------------------------------------------
 
@@ -573,6 +578,10 @@ class Pipeline(nn.Module):
     def staircase(self) -> str:
         """The schedule as a picture, one column for each unit of time."""
         return staircase(self.tape)
+
+    def went_through(self, passes: Sequence[Pass]) -> None:
+        """What the compiler did, for `passes`."""
+        self.__dict__["passes"] = tuple(passes)
 
     def compiled_by(self, compiler: Callable[..., Pipeline] | None) -> None:
         """What makes this pipeline anew, from model, plan and example."""

@@ -24,9 +24,11 @@ from ..graph.nodes import (
 )
 from ..inserted.ops import checkpoint, transfer
 from ..memory.regions import Runs
+from ..passes import named
 from .extract import Part, extract
 
 
+@named("generate", lambda program: "\n\n".join(stage.code for stage in program.stages))
 def generate(
     model: nn.Module, traced: Traced, assignment: Assignment, regions: Sequence[Runs] | None = None
 ) -> Program:

@@ -16,6 +16,7 @@ from ..graph.effects import is_known
 from ..graph.ir import TensorSpec, Traced
 from ..graph.nodes import output_names, output_values
 from ..modules.state import preserved
+from ..passes import named
 from . import dependence
 from .dependence import Agree, Denominator, Dependence, Mean, Mixed, Rows, Same, Sum, Unknown, Weight
 from .derive import Derivation
@@ -45,6 +46,7 @@ class Merging:
     warnings: tuple[str, ...] = ()
 
 
+@named("merge", lambda found: "\n".join(map(str, found.merges)))
 def find_merges(
     model: nn.Module, traced: Traced, dims: BatchDims, inputs: Sequence[torch.Tensor], *, check: bool = True
 ) -> Merging:

@@ -28,6 +28,7 @@ from ..graph.nodes import (
     structure,
 )
 from ..inserted.ops import transfer
+from ..passes import named
 from .inline import inline
 
 
@@ -52,6 +53,7 @@ class Rule:
     check: Callable[[nn.Module, Traced, Program], Found]
 
 
+@named("prove")
 def verify_structure(model: nn.Module, traced: Traced, program: Program) -> None:
     """Check every rule.
 

@@ -6,8 +6,8 @@ import linecache
 import re
 import traceback
 
-_BESIDE = re.compile(r"  # (?P<line>\S+:\d+)$")  # x = self.fc(x)  # model.py:41
-_HEADING = re.compile(r"\s*# (?P<path>\S+)$")  # blocks.1
+_BESIDE = re.compile(r"  # (?P<line>\S+:\d+)$")  # or, where that is too long, above
+_HEADING = re.compile(r"\s*# (?P<path>[^\s:]+)$")  # blocks.1, above
 
 
 def users_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from ..compat import Interpreter
 from ..errors import ModelError, TraceError, VerifyError
 from ..graph.ir import Traced
 from ..modules.state import preserved
+from ..passes import named
 from ..proof.numerics import ModelFailsError, verify_numerics
 
 
@@ -28,6 +29,7 @@ class BakedInError(TraceError):
         self.path = path
 
 
+@named("compare the graph")
 def accept(model: nn.Module, traced: Traced, inputs: Sequence[torch.Tensor], dims: BatchDims) -> None:
     """Compare outputs, gradients, buffers and random state of `traced` with the model's; the model is left as it was.
 

@@ -15,11 +15,13 @@ from ..batch.dims import BatchDims
 from ..compat import SYMBOLIC_SHAPES, load_quietly, transforms_left
 from ..errors import ArgumentError, FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
 from ..graph.assumptions import ASKS_FOR_GRAD
+from ..graph.code import write
 from ..graph.ir import NodeFacts, Traced
 from ..graph.nodes import resolve, run_under, structure
 from ..graph.signature import Signature
 from ..modules.names import local_names
 from ..modules.state import preserved
+from ..passes import named
 from .accept import BakedInError, accept, holds_for_other_rows
 from .assume import assumed
 from .by_value import GivenTracer, as_compiled, as_eager
@@ -39,6 +41,7 @@ TRACING = threading.RLock()
 ASKED_WHOLE = "leaf_modules asks for it"  # why a module is kept whole
 
 
+@named("trace")
 def trace(
     model: nn.Module,
     args: Sequence[Any],
@@ -209,6 +212,7 @@ def _kept_whole(front_end: FrontEnd, request: Request, error: BakedInError) -> l
         return []
 
 
+@named("simplify", lambda traced: write(traced.graph).code)
 def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes]]) -> Traced:
     """The captures with the facts of their nodes; the second one is for the other mode."""
     model, found = request.model, []

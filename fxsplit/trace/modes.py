@@ -11,8 +11,10 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import ArgumentError, TraceError
+from ..graph.code import write
 from ..graph.nodes import ModuleMode, is_within, resolve, structure
 from ..modules.state import preserved
+from ..passes import named
 from .capture import Capture, FrontEnd, Request
 
 Modes = tuple[bool, ...]
@@ -22,6 +24,7 @@ class OthersFlagError(TraceError):
     """Two graphs would be needed, and which one is right is not said by the model's own flag."""
 
 
+@named("capture", lambda found: "\n".join(write(capture.graph).code for capture, _ in found))
 def in_both_modes(
     front_end: FrontEnd, request: Request, give_up: Callable[[Request], bool] = lambda request: False
 ) -> list[tuple[Capture, Modes]]:
