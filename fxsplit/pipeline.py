@@ -540,7 +540,7 @@ class Pipeline(nn.Module):
         save_code(self, folder)
 
     def verify(self) -> str:
-        """Prove again that the program is the traced graph, and compare the numbers with the model's.
+        """Prove again that the program is the traced graph, and compare the numbers with the model's, where it has weights.
 
         Returns:
             What was shown, a line for each rule.

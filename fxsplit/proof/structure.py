@@ -54,8 +54,11 @@ class Rule:
 
 
 @named("prove")
-def verify_structure(model: nn.Module, traced: Traced, program: Program) -> None:
+def verify_structure(model: nn.Module, traced: Traced, program: Program) -> list[str]:
     """Check every rule.
+
+    Returns:
+        What was shown, a line for each rule.
 
     Raises:
         VerifyError: names the rule, the node and the user's line, and shows the program around it.
@@ -67,6 +70,7 @@ def verify_structure(model: nn.Module, traced: Traced, program: Program) -> None
                 where=str(violation.source) if violation.source else None,
                 remedy=f"this is a bug in fxsplit: {rule.why}",
             )
+    return [f"{rule.name}: holds ({rule.why})" for rule in RULES]
 
 
 def _around(node: fx.Node | None) -> str:

@@ -459,14 +459,16 @@ def test_the_command_line_plans(capsys, tmp_path):
             [
                 "plan",
                 where,
-                "--stages",
-                "2",
-                "--auto-replicas",
+                "--replicas",
+                "auto",
+                "--devices",
+                "cuda:0,cuda:1",
                 "--micro-batches",
                 "4",
                 "--memory",
                 "1GB",
-                "--inference",
+                "--optimizer-states",
+                "inference",
             ]
         )
         == 0
@@ -760,7 +762,7 @@ def test_the_command_line_says_what_is_wrong_with_it(capsys, tmp_path):
     assert run(f"{__name__}:gpt_of", "--stages", "2") == (2, run(f"{__name__}:gpt_of", "--stages", "2")[1])
     assert "missing a required argument" in run(f"{__name__}:gpt_of")[1]
     assert "No such file" in run(f"{__name__}:factory", "--save", str(tmp_path / "no" / "plan.json"))[1]
-    assert "stages=0" in run(f"{__name__}:factory", "--stages", "0", "--auto-replicas")[1]
+    assert "stages=0" in run(f"{__name__}:factory", "--stages", "0")[1]
 
 
 def test_the_command_line_places_a_v(capsys):

@@ -287,8 +287,7 @@ def test_the_memory_of_a_file_is_not_shared(tmp_path):
 def test_what_could_not_be_compared_is_said():
     pipe = fxsplit.compile(on_meta(Tied), Plan(stages=2), example_args=(X,))
     assert "without values" in pipe.traced.report()
-    with pytest.raises(errors.ArgumentError, match="no weights yet"):
-        pipe.verify()
+    assert pipe.verify().endswith("numbers: not compared, since the model has no weights yet")
     real = fxsplit.compile(Tied(), Plan(stages=2), example_args=(X,))
     assert "without values" not in real.traced.report()
 

@@ -1,0 +1,7 @@
+"""The command line: ``fxsplit``, or ``python -m fxsplit``.
+
+options   the fields of a plan as options
+model     MODEL and --input: what is to be split, and one call of it
+draw      the stages as a graph, DOT or SVG
+commands  demo, plan, show, check, simulate, profile, explain
+"""
