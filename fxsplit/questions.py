@@ -70,8 +70,7 @@ def verify_micro_batches(now: Engine, example: Example, inputs: Sequence[torch.T
     """
     compiled, (_, rows) = now.compiled, now.micro_batches(inputs)
     plan = compiled.plan
-    random = any(stage.random for stage in compiled.stages) and now.model.training
-    if random or plan.deferred_batch_norm or plan.sync_batch_norm or now.crew.meets(len(rows)):
+    if now.crew.drawing() or plan.deferred_batch_norm or plan.sync_batch_norm or now.crew.meets(len(rows)):
         return False
     # Without gradients: a loop goes backward with each micro-batch before the next one writes to buffers.
     with _runnable(now, example) as (beside, traced), torch.no_grad():

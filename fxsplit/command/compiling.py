@@ -137,7 +137,7 @@ def _proved(call: models.Call, plan: Plan, atol: float, rtol: float) -> list[str
     shown = pipe.verify().splitlines()
     if has_no_values(model):
         return shown
-    if plan.micro_batches > 1 and any(stage.random for stage in pipe):
+    if plan.micro_batches > 1 and any(e.crew.drawing() for e in pipe.engines() if e.compiled is pipe.active):
         return [*shown, "gradients: not compared, micro-batches draw other random numbers than the model"]
     with working("comparing"):
         assert_equivalent(model, pipe, *args, atol=atol, rtol=rtol, **kwargs)
