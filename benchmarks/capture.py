@@ -59,7 +59,7 @@ class Trial:
 
     def compare(self, pipe, inputs, column, model=None, *, may_refuse=False):
         """Mark outputs, gradients and buffers of one batch; all in `column` if it is given."""
-        from fxsplit.testing import differences
+        from fxsplit.testing import compare
 
         model = model or self.model
         args, kwargs = inputs
@@ -70,7 +70,7 @@ class Trial:
             return
         try:
             # a library may take another kernel when it is captured (a causal flag, a mask)
-            found = differences(model, pipe, *args, rtol=1e-4, atol=1e-4, **kwargs)
+            found = compare(model, pipe, *args, rtol=1e-4, atol=1e-4, **kwargs).differences
         except Exception as error:
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             mark = "refused" if may_refuse else "ERROR"

@@ -49,6 +49,10 @@ class VerifyError(FxsplitError, RuntimeError):
     """The generated program is not the traced graph, or computes other numbers than the model."""
 
 
+class NotEquivalentError(VerifyError, AssertionError):
+    """A pipeline and its model computed different numbers; what `fxsplit.testing.assert_equivalent` raises."""
+
+
 class ArgumentError(FxsplitError, TypeError):
     """A call has an argument that is missing, unknown, or not of the kind the pipeline was compiled for."""
 

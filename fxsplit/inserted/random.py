@@ -155,13 +155,14 @@ class Stream(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _ENTERED.__dict__.get("lends") or not _draws(func, args, kwargs):
+        if _ENTERED.__dict__.get("lends") or not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        with self._lent(_device_of(args, kwargs)):
+        with self.lent(device_of(args, kwargs)):
             return func(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _lent(self, device: torch.device) -> Iterator[None]:
+    def lent(self, device: torch.device) -> Iterator[None]:
+        """The default generator of `device` has the state of this stream inside."""
         generator = _default_generator(device)
         seed = self.seed() if device not in self.states else 0
         with having_generators():
@@ -187,7 +188,7 @@ _ENTERED = threading.local()
 _CPU = torch.device("cpu")
 
 
-def _draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def draws(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether it may draw from a default generator. What torch does not know, is asked to take its turn."""
     if func.namespace not in ("aten", "prim", "prims", "c10d", "profiler"):
         return True
@@ -205,7 +206,7 @@ def is_default(generator: torch.Generator) -> bool:
     return same_generator(generator, _default_generator(generator.device))
 
 
-def _device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     """Where an operation runs: its generator is that device's."""
     found = kwargs.get("device")
     if found is None:

@@ -13,7 +13,10 @@ from ..inserted.ops import checkpoint, transfer
 
 
 def inline(program: Program) -> fx.Graph:
-    """Put the stages back into one graph, without transfer and checkpoint nodes, under the model's FQNs."""
+    """Put the stages back into one graph, without transfer and checkpoint nodes, under the model's FQNs.
+
+    ``node.meta["of"]`` is the stage and the name that a node has there.
+    """
     graph = fx.Graph()
     stages = {f"stage_{s.index}": s for s in program.stages}
     contexts: list[fx.Node] = []  # that are open, outermost first
@@ -50,6 +53,8 @@ def inline(program: Program) -> fx.Graph:
                 copy = graph.node_copy(node, lambda n: env[n])
                 if stage is not None and node.op in ("call_module", "get_attr"):
                     copy.target = stage.paths.get(str(node.target), str(node.target))
+                if stage is not None:
+                    copy.meta["of"] = stage.index, node.name
                 env[node] = copy
                 entered, left = enters(copy), leaves(copy)
                 if entered is not None:

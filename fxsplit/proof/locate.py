@@ -28,7 +28,7 @@ def first_other_module(model: nn.Module, traced: Traced, inputs: Sequence[torch.
         for path, calls_of_path in expected.items():
 
             def record(module: nn.Module, args: Any, output: Any, seen: list[Any] = calls_of_path) -> None:
-                seen.append(_values(output))
+                seen.append(values_of(output))
 
             handles.append(resolve(model, path).register_forward_hook(record))
         args, kwargs = traced.signature.unflatten([x.detach().clone() for x in inputs])
@@ -58,7 +58,7 @@ class _Comparison(Interpreter):
         if n.op == "call_module" and self.first is None:
             path = self.paths[str(n.target)]
             eager = next(self.expected[path], None)
-            found = _values(value)
+            found = values_of(value)
             same = eager is not None and len(eager) == len(found)
             if not same or not all(
                 agree(a, b, of_largest=1e-4) for a, b in zip(found, eager or [], strict=True)
@@ -68,5 +68,6 @@ class _Comparison(Interpreter):
         return value
 
 
-def _values(output: Any) -> list[Any]:
+def values_of(output: Any) -> list[Any]:
+    """The leaves of a value, tensors as copies."""
     return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in tree_leaves(output)]

@@ -68,7 +68,7 @@ def verify_structure(model: nn.Module, traced: Traced, program: Program) -> list
             raise VerifyError(
                 f"rule {rule.name!r}: {violation.what}{_around(violation.node)}",
                 where=str(violation.source) if violation.source else None,
-                remedy=f"this is a bug in fxsplit: {rule.why}",
+                remedy=f"compile again, if a stage was changed since; otherwise this is a bug in fxsplit: {rule.why}",
             )
     return [f"{rule.name}: holds ({rule.why})" for rule in RULES]
 

@@ -1,5 +1,5 @@
 """Help for tests: is the split the model?"""
 
-from .equivalence import assert_equivalent, differences, graphs_equal
+from .equivalence import Comparison, assert_equivalent, compare, graphs_equal
 
-__all__ = ["assert_equivalent", "differences", "graphs_equal"]
+__all__ = ["Comparison", "assert_equivalent", "compare", "graphs_equal"]

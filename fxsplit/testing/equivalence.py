@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from ..batch.merge import merged, split_gradients
 from ..batch.scattered import Scattered
 from ..compare import agree, difference, gradient_for
 from ..compat import tree_leaves
-from ..compiled import Compiled
-from ..errors import ArgumentError, VerifyError
+from ..errors import ArgumentError, NotEquivalentError
 from ..graph.nodes import first_difference, structure
-from ..modules.state import preserved
+from ..graph.place import has_no_values
+from ..inserted.random import draw_base_seed
 from ..pipeline import Pipeline
+from .locate import located
+from .masks import Draws, Masks, drawn_in
 
 
 def graphs_equal(a: fx.Graph, b: fx.Graph) -> tuple[bool, str]:
@@ -29,47 +33,127 @@ def graphs_equal(a: fx.Graph, b: fx.Graph) -> tuple[bool, str]:
     return False, f"node {index}: {shown[0]} against {shown[1]}"
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared of a pipeline and its model, and what came out. ``print`` says it.
+
+    Attributes:
+        compared: names of the values: outputs, gradients of inputs and parameters, buffers.
+        differences: name of a value that differs → how.
+        left_out: what was not compared → why.
+        micro_batches: on how many the model was run, one after the other.
+        bound: what counts as equal.
+        first: where the first difference is, if there is one: node, stage, micro-batch and the user's line.
+    """
+
+    compared: tuple[str, ...]
+    differences: Mapping[str, str]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    micro_batches: int = 1
+    bound: str = "bit for bit"
+    first: str = ""
+
+    def __str__(self) -> str:
+        kinds = {
+            "outputs": "output ",
+            "gradients of inputs": "gradient of input ",
+            "gradients of parameters": "gradient of ",
+            "buffers": "buffer ",
+        }
+        rest, shown = list(self.compared), []
+        for kind, prefix in kinds.items():
+            found = [name for name in rest if name.startswith(prefix)]
+            rest = [name for name in rest if not name.startswith(prefix)]
+            shown += (
+                [f"{len(found)} {kind if len(found) != 1 else kind.replace('s', '', 1)}"] if found else []
+            )
+        count = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "the batch as a whole"
+        lines = [f"compared on {count}, {self.bound}: {', '.join(shown)}"]
+        lines += [f"not compared: {what}: {why}" for what, why in self.left_out.items()]
+        lines += [f"{name} differs: {how}" for name, how in self.differences.items()]
+        lines += [self.first] if self.first else []
+        return "\n".join(lines)
+
+
 def assert_equivalent(
     model: nn.Module, pipe: Pipeline, *args: Any, atol: float = 0.0, rtol: float = 0.0, **kwargs: Any
-) -> None:
+) -> Comparison:
     """Outputs, gradients and buffers of `pipe` equal those of `model` run on the same micro-batches in order.
 
-    The model's gradients are accumulated in that order. Both run on deep copies, so neither is changed, and
-    from the same random state. With several micro-batches a model that draws random numbers is not
-    comparable: eager has no masks for micro-batches that run at the same time.
+    The model's gradients are accumulated in that order. Both run on deep copies, so neither is changed, and from the same
+    random state. With several micro-batches the model is given the random numbers that the pipeline's stages draw, draw by
+    draw, so that masks of dropout are the same, too.
 
     Args:
         args, kwargs: the model's.
         atol, rtol: by default equality is bit for bit.
 
+    Returns:
+        What was compared, and what was not, and why. ``print`` shows it.
+
     Raises:
-        VerifyError: names the first value that differs, and by how much.
+        NotEquivalentError: an `AssertionError` that names the first value that differs, by how much, and the first node,
+            its stage, micro-batch and line of the model where the two part.
+        ArgumentError: these are no model and pipeline with values.
+        FxsplitError: as a call of the pipeline.
     """
-    for name, what in differences(model, pipe, *args, atol=atol, rtol=rtol, **kwargs).items():
-        raise VerifyError(f"{name} differs: {what}", where=f"{pipe.plan!r}")
+    found = compare(model, pipe, *args, atol=atol, rtol=rtol, **kwargs)
+    for name, how in found.differences.items():
+        others = f", and {len(found.differences) - 1} others" if len(found.differences) > 1 else ""
+        raise NotEquivalentError(
+            f"{name} differs: {how}{others}",
+            where=f"{found.first or 'nowhere in forward'}; {pipe.plan!r}",
+            remedy="print(fxsplit.testing.compare(model, pipe, ...)) shows all that differs; atol= and rtol= allow for rounding",
+        )
+    return found
 
 
-def differences(
+def compare(
     model: nn.Module, pipe: Pipeline, *args: Any, atol: float = 0.0, rtol: float = 0.0, **kwargs: Any
-) -> dict[str, str]:
-    """What `assert_equivalent` compares, as names of the values that differ → how."""
+) -> Comparison:
+    """As `assert_equivalent`, and returns what differs instead of raising it."""
     if not isinstance(model, nn.Module) or not isinstance(pipe, Pipeline):
         raise ArgumentError(
             f"a model and its pipeline are compared, and not {type(model).__name__} and {type(pipe).__name__}",
             remedy="fxsplit.testing.assert_equivalent(model, fxsplit.compile(model, ...), x)",
         )
+    if has_no_values(pipe.model) or has_no_values(model):
+        raise ArgumentError("there are no values to compare on the meta device", remedy="pipe.verify()")
+    bound = "bit for bit" if not atol and not rtol else f"within atol={atol:g}, rtol={rtol:g}"
+    if pipe.plan.sync_batch_norm and bound == "bit for bit":
+        atol, rtol = _OF_SUMS
+        bound = f"within atol={atol:g}, rtol={rtol:g}, as sync_batch_norm=True sums in another order"
     eager, split = copy.deepcopy(model), copy.deepcopy(pipe)
     inputs = split.traced.signature.flatten(args, kwargs)
-    with torch.random.fork_rng(devices=[]):
+    reference = _Reference(eager, split)
+    with torch.random.fork_rng(devices=_accelerators(pipe)):
         state = torch.get_rng_state()
         found = _run_split(split, inputs)
         torch.set_rng_state(state)
-        expected = _run_eager(eager, split, inputs)
-    return {
-        name: difference(found[name], value)
-        for name, value in expected.items()
-        if not agree(found[name], value, rtol=rtol, atol=atol)
-    }
+        expected = reference.run(inputs)
+        differences = {
+            name: difference(found[name], value)
+            for name, value in expected.items()
+            if not agree(found[name], value, rtol=rtol, atol=atol)
+        }
+        first = ""
+        if differences:
+            torch.set_rng_state(state)
+            first = located(
+                copy.deepcopy(model), pipe, reference.chunks(inputs)[0], reference.around, (rtol, atol)
+            )
+    return Comparison(
+        tuple(expected),
+        differences,
+        reference.left_out,
+        len(reference.chunks(inputs)[0]),
+        bound,
+        first,
+    )
+
+
+def _accelerators(pipe: Pipeline) -> list[int]:
+    return sorted({device.index or 0 for device in pipe.devices if device.type == "cuda"})
 
 
 def _leaves(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -87,43 +171,121 @@ def _run_split(pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]
     return _collect(pipe.model, leaves, outputs)
 
 
-def _run_eager(model: nn.Module, pipe: Pipeline, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
-    leaves = _leaves(inputs)
-    views = [x.view_as(x) if x.requires_grad else x for x in leaves]
-    made = pipe.active
-    chunks, rows = pipe.micro_batches(views)
-    results = []
-    for chunk in chunks:
-        args, kwargs = made.traced.signature.unflatten(chunk)
-        weights = _weights(model, made, chunk)
-        results.append([*tree_leaves(model(*args, **kwargs)), *weights])
-    columns = list(zip(*results, strict=True))
-    outputs = merged(made.merges, columns, rows)
-    seeds = {
-        i: gradient_for(v)
-        for i, v in enumerate(outputs)
-        if isinstance(v, torch.Tensor) and any(part.requires_grad for part in columns[i])
-    }
-    pieces = split_gradients(made.merges, seeds, columns, rows)
-    for k, row in enumerate(results):
-        pairs = [(row[i], given[k]) for i, given in pieces.items() if given[k] is not None]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-    return _collect(model, leaves, outputs)
+_OF_SUMS = (1e-5, 1e-4)
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _weights(model: nn.Module, made: Compiled, chunk: Sequence[torch.Tensor]) -> list[Any]:
-    """What one micro-batch counts in each mean that is weighted: the model does not say it, its graph does."""
-    count = made.merges.shown
-    if count == len(made.merges):
-        return []
-    with preserved(model, parameters=True):
-        return list(made.traced.module(*chunk))[count:]
+class _Reference:
+    """The model on the micro-batches of a pipeline, one after the other.
+
+    Attributes:
+        left_out: what it cannot say → why.
+        order: per micro-batch the stages of the draws; empty where random numbers are the caller's own.
+        base: the number that the call drew.
+    """
+
+    def __init__(self, model: nn.Module, pipe: Pipeline) -> None:
+        self.model, self.pipe, self.made = model, pipe, pipe.active
+        self.left_out: dict[str, str] = {}
+        self.order: list[list[int]] = []
+        self.base = 0
+
+    def chunks(self, inputs: Sequence[torch.Tensor]) -> tuple[list[list[torch.Tensor]], list[int]]:
+        """The micro-batches: one, where batch normalisation is over the whole batch."""
+        if self.pipe.plan.sync_batch_norm:
+            rows = self.made.dims.batch_size(inputs)
+            return [list(inputs)], [rows or 0]
+        return self.pipe.micro_batches(inputs)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Outputs, gradients and buffers."""
+        leaves = _leaves(inputs)
+        views = [x.view_as(x) if x.requires_grad else x for x in leaves]
+        chunks, rows = self.chunks(views)
+        hidden = self._of_the_graph(chunks)
+        results = []
+        for i, chunk in enumerate(chunks):
+            args, kwargs = self.made.traced.signature.unflatten(chunk)
+            with self.around(i):
+                results.append([*tree_leaves(self.model(*args, **kwargs)), *hidden[i]])
+        columns = list(zip(*results, strict=True))
+        merges = self.made.merges
+        outputs = merged(merges, columns, rows) if len(chunks) > 1 else [column[0] for column in columns]
+        outputs = outputs[: merges.shown]
+        seeds = {
+            i: gradient_for(v)
+            for i, v in enumerate(outputs)
+            if isinstance(v, torch.Tensor) and any(part.requires_grad for part in columns[i])
+        }
+        pieces: Mapping[int, Sequence[torch.Tensor | None]]
+        pieces = (
+            split_gradients(merges, seeds, columns, rows)
+            if len(chunks) > 1
+            else {i: [g] for i, g in seeds.items()}
+        )
+        with Draws() as draws, torch.autograd.set_multithreading_enabled(False):
+            for k, row in enumerate(results):
+                pairs = [(row[i], given[k]) for i, given in pieces.items() if given[k] is not None]
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return self._comparable(_collect(self.model, leaves, outputs), draws)
+
+    def around(self, i: int) -> contextlib.AbstractContextManager[object]:
+        """The random numbers of micro-batch i."""
+        return Masks(self.order[i], self.base, i) if self.order else contextlib.nullcontext()
+
+    def _of_the_graph(self, chunks: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+        """What only the graph says of each micro-batch: what counts in each mean that is weighted, and the order of draws."""
+        engine = next(e for e in self.pipe.engines() if e.compiled is self.made)
+        draws = bool(engine.crew.drawing())
+        if draws and self.pipe.plan.sync_batch_norm and self.pipe.plan.micro_batches > 1:
+            raise ArgumentError(
+                "sync_batch_norm=True computes the whole batch, and masks are drawn for each micro-batch: nothing is comparable",
+                remedy="model.eval(), or a model whose dropout rates are 0",
+            )
+        draws = draws and len(chunks) > 1
+        shown = self.made.merges.shown
+        if draws and any(stage.rng_state for stage in self.made.stages):
+            self.left_out["masks"] = (
+                "a checkpoint of the model's own puts the generator back: they may differ"
+            )
+            draws = False
+        if not draws and shown == len(self.made.merges):
+            return [[] for _ in chunks]
+        if draws:
+            self.base = draw_base_seed()
+        twin = copy.deepcopy(
+            self.pipe
+        ).active  # whose buffers follow from micro-batch to micro-batch, as the model's do
+        found = []
+        for chunk in chunks:
+            order, values = drawn_in(twin, [x.detach() for x in chunk])
+            found.append(values[shown:])
+            self.order += [order] if draws else []
+        return found
+
+    def _comparable(self, found: dict[str, Any], backward: Draws) -> dict[str, Any]:
+        """Without what the model says in another way than the pipeline."""
+        if self.order and backward.found:
+            self.left_out["gradients"] = (
+                "the model draws again in backward, in a checkpoint of its own, from the generator that it knows"
+            )
+            found = {name: value for name, value in found.items() if not name.startswith("gradient")}
+        if self.pipe.plan.deferred_batch_norm and self.pipe.plan.micro_batches > 1:
+            self.left_out["running statistics"] = (
+                "deferred_batch_norm=True updates them once, by the whole batch"
+            )
+            paths = [
+                n for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            ]
+            own = {f"buffer {path}.{name}" for path in paths for name in _STATISTICS}
+            found = {name: value for name, value in found.items() if name not in own}
+        return found
 
 
 def _collect(model: nn.Module, inputs: Sequence[torch.Tensor], outputs: Sequence[Any]) -> dict[str, Any]:
     values = {f"output {i}": v.detach() if isinstance(v, torch.Tensor) else v for i, v in enumerate(outputs)}
-    values.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
     values.update({f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad})
+    values.update({f"gradient of {name}": p.grad for name, p in model.named_parameters()})
     values.update({f"buffer {name}": b for name, b in model.named_buffers()})
     return values

@@ -150,7 +150,7 @@ def test_a_model_from_a_file_with_inputs_by_shape(run, tmp_path, monkeypatch):
     assert "stage 1 of 2" in said(
         run, "show", f"{where}:factory", "--input", "input=float32[4, 8]", "--stages", "2"
     )
-    assert "equal to" in said(run, "check", f"{where}:embed", "--input", "int64[4,8]<50", "--stages", "2")
+    assert "bit for bit" in said(run, "check", f"{where}:embed", "--input", "int64[4,8]<50", "--stages", "2")
     assert "structure" not in said(run, "plan", f"{where}:factory", "--input", "float32[4,8]", "--meta")
     sys.modules.pop("net"), sys.modules.pop("beside")
 
@@ -162,15 +162,19 @@ def test_keyword_arguments(run):
 def test_check(run):
     out = said(run, "check", f"{ZOO}:gpt", "--stages", "2", "--micro-batches", "2", "--schedule", "1f1b")
     assert "same-graph: holds" in out
-    assert out.rstrip().endswith("on 2 micro-batches: equal to the model's, bit for bit")
+    assert "compared on 2 micro-batches, bit for bit: 1 output" in out.splitlines()[-1]
     shown = json.loads(said(run, "check", f"{ZOO}:small", "--stages", "2", "--json", "--rtol", "1e-5"))
     assert shown["equivalent"] and "within atol=0, rtol=1e-05" in shown["shown"][-1]
 
 
 def test_check_says_what_it_did_not_compare(run):
     assert "numbers: not compared" in said(run, "check", f"{ZOO}:small", "--stages", "2", "--meta")
-    out = said(run, "check", f"{ZOO}:draws", "--stages", "2", "--micro-batches", "2")
-    assert "gradients: not compared" in out
+    batch_norm = ["--stages", "2", "--micro-batches", "2", "--deferred-batch-norm"]
+    assert "not compared: running statistics" in said(run, "check", f"{ZOO}:normed", *batch_norm)
+
+
+def test_check_compares_masks(run):
+    assert "bit for bit" in said(run, "check", f"{ZOO}:draws", "--stages", "2", "--micro-batches", "2")
 
 
 def test_check_refuses(run):

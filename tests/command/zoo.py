@@ -66,6 +66,10 @@ def draws():
     return _Draws(), (torch.randn(4, 8),)
 
 
+def normed():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (torch.randn(8, 8),)
+
+
 def slow():
     print("in the factory", file=sys.stderr, flush=True)
     time.sleep(60)
