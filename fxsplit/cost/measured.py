@@ -57,7 +57,8 @@ class _Timer(Interpreter):
             return 0.0
         grads = [torch.ones_like(t) for t in roots]
         start = _now()
-        torch.autograd.backward(roots, grads)
+        # What was written in place keeps its graph: it is gone through again with every node that reads it.
+        torch.autograd.backward(roots, grads, retain_graph=True)
         return _now() - start
 
 

@@ -106,6 +106,7 @@ def _compiled(
             remedy=f"Plan(stages={ranks}), or init(pp={len(pipe)})",
         )
     made = RankPipeline.of(pipe, mesh, device)
+    made.went_through(pipe.passes)
     _compare(made, plan)
     everything = [stage for engine in made.engines() for stage in _own(made, engine)]
     source = source_of(weights if weights is not None else _made(made, recording, everything))

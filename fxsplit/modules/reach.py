@@ -24,6 +24,10 @@ from torch import nn
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+MODELS = (
+    "fxsplit.demo.",
+    "fxsplit.testing.programs",
+)  # modules of this package that are models, as a user's are
 _PYTHONS: Any = getattr(random.random, "__self__")  # noqa: B009  # the one behind the functions of `random`
 _TABLES = frozenset(vars(nn.Module()))  # of every module: modules, parameters, buffers, hooks
 
@@ -186,9 +190,12 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_users(thing: types.FunctionType | type) -> bool:
-    """Whether a function or class is neither Python's, nor torch's, nor this package's."""
-    space = (thing.__module__ or "").partition(".")[0]
-    return space not in ("torch", "fxsplit") and space not in sys.stdlib_module_names
+    """Whether a function or class is neither Python's, nor torch's, nor this package's, but for the models in it."""
+    name = thing.__module__ or ""
+    space = name.partition(".")[0]
+    return name.startswith(MODELS) or (
+        space not in ("torch", "fxsplit") and space not in sys.stdlib_module_names
+    )
 
 
 def _is_random(value: Any, names: set[str]) -> bool:

@@ -238,11 +238,8 @@ class _Reference:
         """What only the graph says of each micro-batch: what counts in each mean that is weighted, and the order of draws."""
         engine = next(e for e in self.pipe.engines() if e.compiled is self.made)
         draws = bool(engine.crew.drawing())
-        if draws and self.pipe.plan.sync_batch_norm and self.pipe.plan.micro_batches > 1:
-            raise ArgumentError(
-                "sync_batch_norm=True computes the whole batch, and masks are drawn for each micro-batch: nothing is comparable",
-                remedy="model.eval(), or a model whose dropout rates are 0",
-            )
+        if self.pipe.plan.sync_batch_norm and self.pipe.plan.micro_batches > 1:
+            self._check_whole(draws=draws)
         draws = draws and len(chunks) > 1
         shown = self.made.merges.shown
         if draws and any(stage.rng_state for stage in self.made.stages):
@@ -264,6 +261,21 @@ class _Reference:
             self.order += [order] if draws else []
         return found
 
+    def _check_whole(self, *, draws: bool) -> None:
+        """With statistics of the whole batch there is one reference, if nothing else goes by micro-batches."""
+        written = {name for stage in self.made.stages for name in stage.writes} - self._statistics()
+        if draws or written:
+            raise ArgumentError(
+                "sync_batch_norm=True normalises by the whole batch, and "
+                + ("masks are drawn for" if draws else f"{sorted(written)[0]!r} is written by")
+                + " each micro-batch: nothing else computes the same",
+                remedy="compare under a plan without sync_batch_norm=",
+            )
+
+    def _statistics(self) -> set[str]:
+        norms = [n for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        return {f"{path}.{name}" for path in norms for name in _STATISTICS}
+
     def _comparable(self, found: dict[str, Any], backward: Draws) -> dict[str, Any]:
         """Without what the model says in another way than the pipeline."""
         if self.order and backward.found:
@@ -275,10 +287,7 @@ class _Reference:
             self.left_out["running statistics"] = (
                 "deferred_batch_norm=True updates them once, by the whole batch"
             )
-            paths = [
-                n for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
-            ]
-            own = {f"buffer {path}.{name}" for path in paths for name in _STATISTICS}
+            own = {f"buffer {name}" for name in self._statistics()}
             found = {name: value for name, value in found.items() if name not in own}
         return found
 

@@ -12,11 +12,12 @@ import types
 import torch
 
 from ..graph.ir import Source
+from ..modules.reach import MODELS
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _ENTRY = os.path.join(_HERE, "trace", "by_value.py")  # what called that is not the model
-_DEMO = os.path.join(_HERE, "demo") + os.sep  # a model like any user's
+_MODELS = tuple(os.path.join(os.path.dirname(_HERE[:-1]), *name.split(".")) for name in MODELS)
 
 
 def user_line() -> Source | None:
@@ -107,5 +108,5 @@ def is_the_users(path: str) -> bool:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a file is fxsplit's, without the model of its demo."""
-    return path.startswith(_HERE) and not path.startswith(_DEMO)
+    """Whether a file is fxsplit's, without the models in it."""
+    return path.startswith(_HERE) and not path.startswith(_MODELS)

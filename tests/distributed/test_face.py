@@ -22,6 +22,7 @@ AS_IN_ONE_PROCESS = {
         "train",
         "training",
         "settle",
+        "went_through",
         "make_replicas",
         "refresh_replicas",
     ),

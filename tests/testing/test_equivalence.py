@@ -202,7 +202,7 @@ def test_synchronised_statistics_are_compared_within_a_bound():
     model, pipe = split(sync_batch_norm=True)
     found = assert_equivalent(model, pipe, X)
     assert "sync_batch_norm=True sums in another order" in found.bound and found.micro_batches == 1
-    with pytest.raises(ArgumentError, match="nothing is comparable"):
+    with pytest.raises(ArgumentError, match="nothing else computes the same"):
         assert_equivalent(*split(Model(0.4), sync_batch_norm=True), X)
 
 
