@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import json
 import random
-import re
 import sys
 import time
 import traceback
@@ -28,14 +27,13 @@ from torch import Tensor
 
 from ..compare import agree, difference
 from ..compat import tree_leaves
-from ..compiler import compile
-from ..errors import FxsplitError, NotEquivalentError, PartitionError, PlanError
+from ..errors import FxsplitError, NotEquivalentError
 from ..pipeline import Pipeline
 from ..plan.checkpoint import Budget
 from ..plan.hardware import Device
 from ..plan.plan import Plan
 from .equivalence import compare
-from .plans import odd_seconds, random_fields
+from .plans import compiled_under, odd_seconds, random_fields
 from .programs import Program, Recipe, Scaled, choices, random_recipe
 
 
@@ -136,7 +134,7 @@ def check(case: Case) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            pipe = _compiled(model, case.plan, shown, named)
+            pipe = compiled_under(model, case.plan, shown, named)
             pipe.verify()
             torch.manual_seed(case.seed)
             _compared(case, model, pipe, args, kwargs)
@@ -151,26 +149,6 @@ def check(case: Case) -> str:
         except FxsplitError as error:
             return f"refused: {type(error).__name__}: {' '.join(error.what.split()[:6])}"
     return "equal"
-
-
-def _compiled(
-    model: Program, fields: Mapping[str, Any], args: Sequence[Tensor], kwargs: Mapping[str, Tensor]
-) -> Pipeline:
-    """Under as much of the plan as this model can have: errors begin with the field that it cannot."""
-    fields = dict(fields)
-    while True:
-        try:
-            return compile(copy.deepcopy(model), Plan(**fields), example_args=args, example_kwargs=kwargs)
-        except (PartitionError, PlanError) as error:
-            name = re.split(r"[= ]", error.what)[0]
-            if name == "stages" and fields.get("stages", 1) > 1 and "workers" not in fields:
-                fields["stages"] -= 1
-                if isinstance(fields.get("replicas"), list):
-                    fields["replicas"] = fields["replicas"][:-1]
-            elif name in fields:
-                del fields[name]
-            else:
-                raise
 
 
 def _trains(model: Program, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> bool:

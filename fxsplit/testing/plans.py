@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..errors import PlanError
+from ..compiler import compile
+from ..errors import PartitionError, PlanError
+from ..pipeline import Pipeline
 from ..plan.checkpoint import WORDS as CHECKPOINTS
 from ..plan.checkpoint import Budget
 from ..plan.hardware import Device
@@ -17,6 +21,7 @@ from ..schedules.catalog import IN_V, NAMES, SHARED
 from .programs import Choose
 
 Fields = dict[str, Any]
+_WAYS = ("stages", "balance", "cut", "device_map")
 
 
 def odd_seconds(node: Any) -> float:
@@ -95,26 +100,67 @@ _ALSO: Mapping[str, Callable[[Choose, list[str], Fields], Fields]] = {
 }
 
 
-def random_fields(choose: Choose, model: nn.Module, *, batch_dims: Mapping[str, int] | None = None) -> Fields:
+def random_fields(
+    choose: Choose,
+    model: nn.Module,
+    *,
+    batch_dims: Mapping[str, int] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+) -> Fields:
     """Fields that make a plan, of all that there are; what does not go with those before it is left out.
 
     Args:
         batch_dims: what may be said of the model's arguments.
+        fixed: fields that are as they are here.
     """
     paths = [path for path, module in model.named_modules() if path and not isinstance(module, nn.ModuleList)]
-    fields = _cut(choose, paths)
+    fields = {**_cut(choose, paths), **(fixed or {})}
+    if any(way in (fixed or {}) for way in _WAYS):
+        fields = dict(fixed or {})
     for name, more in _ALSO.items():
         if name == "batch_dims" and not batch_dims:
             continue
-        if choose.randint(0, 2) == 0:  # most plans say a few things
+        if name not in (fixed or {}) and choose.randint(0, 2) == 0:  # most plans say a few things
             new = (
                 {"batch_dims": dict(batch_dims or {})}
                 if name == "batch_dims"
                 else more(choose, paths, fields)
             )
+            merged = {**fields, **{n: value for n, value in new.items() if n not in (fixed or {})}}
             try:
-                Plan(**fields, **new)
-            except (PlanError, TypeError):
+                Plan(**merged)
+            except PlanError:
                 continue
-            fields |= new
+            fields = merged
     return fields
+
+
+def compiled_under(
+    model: nn.Module,
+    fields: Mapping[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    keep: Collection[str] = (),
+) -> Pipeline:
+    """A copy of a model, compiled under as much of a plan as it can have: an error that names a field leaves it out.
+
+    Args:
+        keep: fields that are not left out.
+
+    Raises:
+        FxsplitError: it cannot be compiled under what is left.
+    """
+    fields = dict(fields)
+    while True:
+        try:
+            return compile(copy.deepcopy(model), Plan(**fields), example_args=args, example_kwargs=kwargs)
+        except (PartitionError, PlanError) as error:
+            name = re.split(r"[= ]", error.what)[0]
+            if name not in fields or name in keep:
+                raise
+            if name == "stages" and fields["stages"] > 1 and "workers" not in fields:
+                fields["stages"] -= 1
+                if isinstance(fields.get("replicas"), list):
+                    fields["replicas"] = fields["replicas"][:-1]
+            else:
+                del fields[name]
