@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..compare import agree, difference
 from ..compat import tree_leaves
-from ..errors import FxsplitError, NotEquivalentError
+from ..errors import FxsplitError, NotEquivalentError, VerifyError
 from ..pipeline import Pipeline
 from ..plan.checkpoint import Budget
 from ..plan.hardware import Device
@@ -144,7 +144,7 @@ def check(case: Case) -> str:
             with torch.no_grad():
                 _compared(case, model, pipe, args, kwargs)
             _changed(case, model, pipe, args, kwargs)
-        except NotEquivalentError:
+        except VerifyError:  # what a compile makes is not the model: it noticed, and is wrong all the same
             raise
         except FxsplitError as error:
             return f"refused: {type(error).__name__}: {' '.join(error.what.split()[:6])}"
@@ -297,20 +297,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case = Case.from_json(Path(given.replay).read_text(encoding="utf-8"))
         print(check(case))
         return 0
-    begin, counts, failed = time.monotonic(), collections.Counter[str](), 0
+    begin, failed = time.monotonic(), 0
+    outcomes: dict[str, list[int]] = collections.defaultdict(list)  # what came out → of which cases
     number = given.seed
     while time.monotonic() - begin < 60 * given.minutes and (
         given.cases is None or number < given.seed + given.cases
     ):
         if given.steps:
             print(number, flush=True)
-        failed += not _run(number, counts, Path(given.folder))
+        failed += not _run(number, outcomes, Path(given.folder))
         number += 1
         if sys.stderr.isatty() and number % 20 == 0:
             print(f"\r{number - given.seed} cases, {failed} failed", end="", file=sys.stderr, flush=True)
     seconds = time.monotonic() - begin
-    for what, count in counts.most_common():
-        print(f"{count:8} {what}")
+    for what, numbers in sorted(outcomes.items(), key=lambda item: -len(item[1])):
+        print(f"{len(numbers):8} {what} (case {numbers[0]}{', …' * (len(numbers) > 1)})")
     print(
         f"{number - given.seed} cases from seed {given.seed} in {seconds:.0f} s, "
         f"{(number - given.seed) / seconds:.1f} a second, {failed} failed"
@@ -318,10 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def _run(number: int, counts: collections.Counter[str], folder: Path) -> bool:
+def _run(number: int, outcomes: dict[str, list[int]], folder: Path) -> bool:
     case = Case.of_seed(number)
     try:
-        counts[check(case)] += 1
+        outcomes[check(case)].append(number)
         return True
     except Exception as error:
         kind, text = type(error), "".join(traceback.format_exception(error)[-8:])
@@ -331,7 +332,7 @@ def _run(number: int, counts: collections.Counter[str], folder: Path) -> bool:
         file.write_text(case.to_json(), encoding="utf-8")
         print(f"case {number} fails: {failure_of(case) or text}", flush=True)
         print(f"  python -m fxsplit.testing.fuzz --replay {file}", flush=True)
-        counts[f"FAILED: {kind.__name__}"] += 1
+        outcomes[f"FAILED: {kind.__name__}"].append(number)
         return False
 
 

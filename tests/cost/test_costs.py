@@ -18,9 +18,10 @@ from fxsplit.cost.saved import measured_saved
 from fxsplit.demo.gpt import GPT
 from fxsplit.plan.costs import roofline_seconds
 from fxsplit.testing import assert_equivalent
+from fxsplit.testing.plans import odd_seconds
 from fxsplit.trace.front import trace
 from tests.models import build
-from tests.strategies import batches, modules, odd_seconds
+from tests.strategies import batches, modules
 
 IDS = torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(0))
 

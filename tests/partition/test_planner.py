@@ -17,9 +17,9 @@ from fxsplit.partition.problem import Cut, Item, Problem, Slot, Weights, figures
 from fxsplit.partition.search import improved
 from fxsplit.partition.space import Space
 from fxsplit.partition.units import find_units
+from fxsplit.testing.plans import odd_seconds
 from fxsplit.trace.front import trace
 from tests.models import build
-from tests.strategies import odd_seconds
 
 amounts = st.integers(0, 20).map(float)
 
