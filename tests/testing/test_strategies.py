@@ -1,5 +1,6 @@
 """Strategies that users of Hypothesis have: what they draw is valid, and plain when shrunk."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -13,7 +14,8 @@ from fxsplit.errors import FxsplitError
 from fxsplit.plan.plan import Plan
 from fxsplit.schedules.lower import Flow, lower
 from fxsplit.testing import assert_equivalent
-from fxsplit.testing.plans import compiled_under
+from fxsplit.testing.fuzz import Case, check
+from fxsplit.testing.plans import compiled_under, random_fields
 from fxsplit.testing.programs import OPERATIONS, Program, Recipe, choices, random_recipe
 from fxsplit.testing.strategies import batches, copied, fields_of_plans, modules, plans, schedules
 
@@ -23,14 +25,10 @@ NET = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
 def test_all_fields_of_a_plan_are_drawn():
-    import dataclasses
-
     seen = set()
     for seed in range(600):
-        from fxsplit.testing.plans import random_fields
-
         seen |= set(random_fields(choices(seed), NET, batch_dims={"input": 0}))
-    assert seen == {field.name for field in dataclasses.fields(Plan)} - {"workers"} | {"workers"}
+    assert seen == {field.name for field in dataclasses.fields(Plan)}
 
 
 @given(plans(NET, stages=2))
@@ -58,6 +56,7 @@ def test_batches_are_like_the_example(data):
     assert 50 < x.mean() < 150 and torch.equal(named["table"], kwargs["table"]) and named["scale"] == 3.0
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_schedules_can_be_played(data, stages, micro_batches):
     schedule = data.draw(schedules(stages, micro_batches))
@@ -86,12 +85,10 @@ def test_every_operation_of_a_program_runs():
 
 
 @pytest.mark.slow
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 3)
 @given(st.data(), modules())
 def test_every_plan_of_every_program_is_the_model(data, model):
     """One property over all fields of a plan."""
-    from fxsplit.testing.fuzz import Case, check
-
     fields = data.draw(fields_of_plans(model))
     least = model.recipe.least_rows * Plan(**fields).micro_batches
     rows = st.integers(least, least + 8)
@@ -116,7 +113,7 @@ def test_what_does_not_go_is_left_out():
     model = Program(Recipe((("linear", 0, 0),)))
     args, kwargs = model.example(6)
     pipe = compiled_under(model, {"stages": 4, "replicas": [1, 1, 1, 1]}, args, kwargs)
-    assert len(pipe) == 3 or len(pipe) < 4
+    assert len(pipe) < 4
     with pytest.raises(FxsplitError):
         compiled_under(model, {"stages": 9}, args, kwargs, keep=("stages",))
     with warnings.catch_warnings():
