@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -61,8 +62,11 @@ class Crew:
         }
         self._random = [s for s in program.stages if s.random]
         self._shared = shared_objects(program)
+        several = _on_several_workers(plan)
         self._watched = frozenset(
-            s.index for s in program.stages if len(s.row) > 1 and not s.stateful and has_whole(s)
+            s.index
+            for s in program.stages
+            if (len(s.row) > 1 or s.index in several) and not s.stateful and has_whole(s)
         )
         # The number of micro-batches is a multiple of this: copies of a module are called equally often.
         self._told = [len(s.row) for s in program.stages if owners_of(model, s)]
@@ -203,3 +207,12 @@ class Crew:
             for replica in every
             for name, copy in replica.buffers.items()
         }
+
+
+def _on_several_workers(plan: Plan) -> set[int]:
+    """The stages with which a schedule of the user's own lets several workers go forward."""
+    if not isinstance(plan.schedule, Schedule):
+        return set()
+    rows = [{a.stage for a in row if a.kind == "F"} for row in plan.schedule.workers]
+    counts = Counter(itertools.chain.from_iterable(rows))
+    return {stage for stage, count in counts.items() if count > 1}

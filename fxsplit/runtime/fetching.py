@@ -34,6 +34,8 @@ class Fetching:
         self._stages, self._lanes = stages, lanes
         self._versions = {s: one.versions() for s, one in stages.items()}
         self._left: Counter[tuple[int, bool]] = Counter()
+        self._using: Counter[int] = Counter()  # workers that play an instruction of a stage
+        self._ended: set[int] = set()  # stages that have no more instructions of a kind, and weights still
         self._coming: dict[int, _Fetch] = {}
         self._lock = threading.Lock()
 
@@ -42,11 +44,14 @@ class Fetching:
         """A part of a call; afterwards nothing of it is on devices."""
         kinds = [(i.stage, i.kind == "forward") for i in tape.order if i.kind != "loss"]
         self._left = Counter(kind for kind in kinds if kind[0] in self._stages)
+        self._using.clear()  # who failed in another part has not said that it ended
+        self._ended.clear()
         try:
             yield
         finally:
-            for stage in list(self._coming):
-                self._leave(stage)
+            for stage, fetch in list(self._coming.items()):
+                del self._coming[stage]
+                self._give_back(stage, fetch)
 
     @contextlib.contextmanager
     def around(self, instruction: Instruction) -> Iterator[None]:
@@ -61,6 +66,8 @@ class Fetching:
             return
         if not forward:
             self._stages[stage].check(self._versions[stage])
+        with self._lock:
+            self._using[stage] += 1
         self._fetch(stage).wait()
         ahead = self._next(stage, forward)
         if ahead is not None:
@@ -68,9 +75,15 @@ class Fetching:
         yield
         with self._lock:
             self._left[stage, forward] -= 1
-            done = not self._left[stage, forward]
-        if done:
-            self._leave(stage)
+            self._using[stage] -= 1
+            if not self._left[stage, forward]:
+                self._ended.add(stage)
+            # In a schedule of the user's, another worker may go the other way with the stage at this moment.
+            done = stage in self._ended and not self._using[stage]
+            fetch = self._coming.pop(stage, None) if done else None
+            if done:
+                self._ended.remove(stage)
+        self._give_back(stage, fetch)
 
     def own(self, stage: int, result: Any) -> Any:
         """What a stage gives, without the memory of its weights, which will be gone: a view of one is copied."""
@@ -96,9 +109,8 @@ class Fetching:
                 self._coming[stage] = _Fetch(self._stages[stage])
             return self._coming[stage]
 
-    def _leave(self, stage: int) -> None:
-        with self._lock:
-            fetch = self._coming.pop(stage, None)
+    def _give_back(self, stage: int, fetch: _Fetch | None) -> None:
+        """Nobody uses them any more, once they have come."""
         if fetch is not None and fetch.ended():
             if self._lanes.has_queues:
                 self._lanes.uses(stage, 0, self._stages[stage].tensors())

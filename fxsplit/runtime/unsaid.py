@@ -86,7 +86,7 @@ def as_said(stage: Stage, module: fx.GraphModule) -> Iterator[None]:
     yield
     changed = before.difference()
     if changed is not None:
-        raise EffectError(f"{changed} in forward, by replicas that run at the same time", remedy=_REMEDY)
+        raise EffectError(f"{changed} in forward, by micro-batches that run at the same time", remedy=_REMEDY)
 
 
 def _written(stage: Stage, module: fx.GraphModule) -> Iterator[torch.Tensor]:

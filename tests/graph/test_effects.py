@@ -955,3 +955,32 @@ class Embeds(nn.Module):
 
     def forward(self, x):
         return F.embedding(x, self.e.weight, max_norm=1.0) if self.functional else self.e(x)
+
+
+class CountsSome(nn.Module):
+    """Counts batches that the example is not like: nobody knows of it before."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.seen = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        if bool(x.sum() > 100):
+            self.seen = self.seen + 1
+        return self.fc(x)
+
+
+OWN = fxsplit.Schedule.from_csv("0F0,0B0,0F2,0B2\n0F1,0B1\n1F0,1B0,1F1,1B1,1F2,1B2\n", name="own")
+
+
+@pytest.mark.parametrize("fields", [{"replicas": [2, 1]}, {"schedule": OWN}], ids=["replicas", "own"])
+def test_what_micro_batches_of_a_stage_change_at_the_same_time_is_noticed(fields):
+    """Replicas of the plan, or several workers for a stage in a schedule of the user's own."""
+    model = nn.Sequential(CountsSome(), nn.Linear(4, 4))
+    pipe = fxsplit.compile(
+        model, Plan(cut=["1"], micro_batches=3, **fields), example_args=(torch.zeros(6, 4),)
+    )
+    loss = {"loss_fn": lambda y: y.sum(), "reduction": "sum"}
+    pipe.step(torch.zeros(6, 4), **loss)
+    with pytest.raises(EffectError, match=r"0\.seen was 0, and is 1 in forward, by micro-batches"):
+        pipe.step(torch.full((6, 4), 100.0), **loss)

@@ -34,6 +34,12 @@ def blocks(drop=0.0):
 
 
 INPUT, TARGET = torch.randn(8, 4), torch.randint(0, 3, (8,))
+# Two workers that have every stage: one goes forward with it while the other goes backward.
+WAY = [("F", s) for s in range(4)] + [("B", s) for s in (3, 2, 1, 0)]
+OWN = fxsplit.Schedule.from_csv(
+    "\n".join(",".join(f"{s}{kind}{i}" for i in mine for kind, s in WAY) for mine in ((0, 1), (2, 3))),
+    name="two on every stage",
+)
 ONE = {"stages": 4, "devices": "sim:0", "offload": True}
 
 
@@ -59,10 +65,11 @@ def steps(pipe, model, optimizer, count=3):
         {"micro_batches": 4, "schedule": "breadth_first", "workers": 1},
         {"micro_batches": 4, "schedule": "1f1b"},
         {"micro_batches": 4, "schedule": "zb_h1"},
+        {"micro_batches": 4, "schedule": OWN},
         {"micro_batches": 4, "checkpoint": "always"},
         {"micro_batches": 4, "devices": ["sim:0", "cpu", "sim:1", "sim:0"]},
     ],
-    ids=str,
+    ids=lambda fields: str({k: getattr(v, "name", v) for k, v in fields.items()}),
 )
 def test_the_same_numbers(fields):
     one, other = blocks(0.2), blocks(0.2)
