@@ -4,6 +4,7 @@ parameters in forward is as it was all the same."""
 import contextlib
 import copy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsplit
-from fxsplit import Plan
+from fxsplit import Plan, compiler
 from tests.helpers import run_python
 
 PEAK = """
@@ -156,3 +157,27 @@ def test_a_compile_leaves_no_thread_and_no_filter_of_warnings(how, tmp_path):
     for run in runs:
         said = run_python(LEFT, tmp_path / "split", run)
         assert "torch.export" in said or run != "export"
+
+
+def test_a_cut_that_is_over_its_memory_by_simulation_is_made_again_with_less_room(monkeypatch):
+    model, x, rooms = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), []
+    partition, over = compiler.partition_with_homes, [0]
+
+    def with_room(*given):
+        rooms.append(given[-1])
+        return partition(*given)
+
+    def with_memory(model, traced, assignment, *rest):
+        needed = 2 if len(rooms) <= over[0] else 1
+        stages = tuple(replace(s, memory=needed, limit=1) for s in assignment.forecast.stages)
+        return replace(assignment, forecast=replace(assignment.forecast, stages=stages))
+
+    monkeypatch.setattr(compiler, "partition_with_homes", with_room)
+    monkeypatch.setattr(compiler, "with_simulated_memory", with_memory)
+    for over[0], wanted in ((0, [1.0]), (2, [1.0, 0.97, 0.9])):
+        rooms.clear()
+        fxsplit.preview(model, fxsplit.Plan(stages=2), example_args=(x,))
+        assert rooms == wanted
+    over[0] = 9
+    with pytest.raises(fxsplit.errors.PartitionError, match="more memory than cpu has, by simulation"):
+        fxsplit.preview(model, fxsplit.Plan(stages=2), example_args=(x,))

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
+from fxsplit.runtime.in_place import InPlace
 
 
 class Decoder(nn.Module):
@@ -122,10 +123,70 @@ def test_threads_and_contexts_in_any_order():
     first, second = pipe.in_place(), pipe.in_place()
     first.__enter__()
     second.__enter__()
+    latest = vars(model)["_compiled_call_impl"]
     first.__exit__(None, None, None)
-    assert "_compiled_call_impl" in vars(model)
+    assert vars(model)["_compiled_call_impl"] is latest
     second.__exit__(None, None, None)
     assert "_compiled_call_impl" not in vars(model)
+
+
+class ToyCache:
+    """Is changed by the forward that it is given to, as those of transformers are."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, x, past):
+        past.keys = torch.cat([past.keys, self.key(x)], 1)
+        return {"scores": self.out(past.keys.sum(1)), "past": past}
+
+
+def test_a_cache_that_is_given_holds_what_forward_left_in_it():
+    model, x = Caching().eval(), torch.randn(4, 2, 4)
+    pipe = fxsplit.compile(model, Plan(stages=2), example_args=(x, ToyCache(torch.randn(4, 3, 4))))
+    held = torch.randn(4, 3, 4)
+    expected, cache = ToyCache(held), ToyCache(held)
+    model(x, expected)
+    with pipe.in_place():
+        model(x, cache)
+    torch.testing.assert_close(cache.keys, expected.keys)
+
+
+class Kind:
+    def __init__(self, word, asked):
+        self.word, self.asked = word, asked
+
+    def takes(self, args, kwargs):
+        self.asked.append(self.word)
+        return args == (self.word,)
+
+    def __call__(self, *args):
+        return self.word
+
+
+def test_who_was_called_last_is_asked_first():
+    asked = []
+    stand_in = InPlace(
+        Kind("a", asked), [], lambda args, kwargs: Kind(*args, asked), threading.RLock(), "gpipe"
+    )
+    for word, wanted in (
+        ("a", "a"),
+        ("b", "a"),
+        ("b", "b"),
+        ("c", "ba"),
+        ("c", "c"),
+        ("a", "ca"),
+        ("a", "a"),
+    ):
+        asked.clear()
+        assert stand_in(word) == word
+        assert "".join(asked) == wanted
 
 
 def test_hooks_run_once_and_their_errors_are_the_caller_s():

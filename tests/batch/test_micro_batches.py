@@ -151,6 +151,16 @@ class LengthFirst(nn.Module):
         return self.attention(q, q, q)
 
 
+def test_an_argument_of_another_length_is_not_split():
+    class Product(nn.Module):
+        def forward(self, x, w):
+            return x @ w
+
+    x, w = torch.randn(6, 4), torch.randn(4, 2)
+    pipe = fxsplit.compile(Product(), fxsplit.Plan(micro_batches=3), example_args=(x, w))
+    torch.testing.assert_close(pipe(x[:5], w), x[:5] @ w)
+
+
 def test_batch_dims_along_another_dimension():
     model = LengthFirst()
     plan = fxsplit.Plan(micro_batches=3, batch_dims={"q": 1})

@@ -249,7 +249,7 @@ def test_without_a_batch_there_is_one_part():
     pipe = fxsplit.compile(Total(), fxsplit.Plan(gather=False), example_args=(torch.tensor(3.0),))
     out = pipe(torch.tensor(2.0))
     assert len(out) == 1 and out.sizes == (1,) and out.gather() == 2.0
-    assert repr(out) == "Scattered(1 part: cpu)"
+    assert repr(out) == repr(out.detach()) == "Scattered(1 part: cpu)"
     assert pipe.criterion(nn.MSELoss())(out, torch.tensor(5.0)) == 9.0
 
 

@@ -106,3 +106,18 @@ def test_a_batch_norm_that_is_called_twice(momentum):
         pipe(x), eager(x)
     for a, b in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_layer_that_is_computed_again_has_seen_a_micro_batch_once():
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        x = torch.randn(12, 4)
+        plan = fxsplit.Plan(
+            stages=2, micro_batches=3, schedule="1f1b", checkpoint=checkpoint, deferred_batch_norm=True
+        )
+        pipe = fxsplit.compile(model, plan, example_args=(x,))
+        pipe.step(x, target=x, loss_fn=nn.functional.mse_loss)
+        found.append([model[1].running_mean, model[1].running_var, model[1].num_batches_tracked])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

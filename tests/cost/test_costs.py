@@ -13,7 +13,8 @@ from torch import nn
 import fxsplit
 from fxsplit import ACCELERATORS, Device, Plan, errors
 from fxsplit.__main__ import main
-from fxsplit.cost.model import node_costs
+from fxsplit.cost.attention import FusedAttention
+from fxsplit.cost.model import node_costs, parameter_copies
 from fxsplit.cost.saved import measured_saved
 from fxsplit.demo.gpt import GPT
 from fxsplit.plan.costs import roofline_seconds
@@ -784,3 +785,25 @@ def test_costs_come_back_where_a_parameter_travels():
     assert "call_with" in "".join(stage.code for stage in pipe)
     again = fxsplit.preview(gpt(), plan.replace(cost=pipe.assignment.costs), example_args=(IDS,)).assignment
     assert again.stages == pipe.assignment.stages and again.loads == pipe.assignment.loads
+
+
+def test_a_weight_that_is_read_twice_is_counted_once():
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(torch.tanh(self.a(x)))
+
+    model = Reused()
+    found = node_costs(model, trace(model, (torch.randn(2, 4),), {}), None)
+    assert [n.parameters for n in found.values()] == [80, 0, 0]
+    assert [parameter_copies(states) for states in (None, 0, 2)] == [1, 2, 4]
+
+
+def test_attention_to_more_than_the_queries():
+    q, k, v = (torch.empty(2, 3, n, width, device="meta") for n, width in ((5, 4), (7, 4), (7, 6)))
+    with FusedAttention() as fused:
+        assert nn.functional.scaled_dot_product_attention(q, k, v).shape == (2, 3, 5, 6)
+    assert fused.flops == 2 * (2 * 3 * 5 * 7) * (4 + 6)

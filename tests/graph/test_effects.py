@@ -18,7 +18,7 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan
 from fxsplit.errors import BatchError, EffectError, FxsplitError, GradientError, PlanError
-from fxsplit.graph.effects import DRAWING
+from fxsplit.graph.effects import DRAWING, draws_now, may_draw, of_module
 from tests.strategies import EXAMPLES, compiled_with_fewer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*than for the whole batch")
@@ -984,3 +984,35 @@ def test_what_micro_batches_of_a_stage_change_at_the_same_time_is_noticed(fields
     pipe.step(torch.zeros(6, 4), **loss)
     with pytest.raises(EffectError, match=r"0\.seen was 0, and is 1 in forward, by micro-batches"):
         pipe.step(torch.full((6, 4), 100.0), **loss)
+
+
+def test_what_layers_may_do_whatever_they_did_on_the_example():
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        layer = kind(3, 2, max_norm=1.0)
+        assert of_module(layer).writes[0] is layer.weight and not of_module(kind(3, 2)).writes
+    norm = nn.BatchNorm1d(2)
+    assert {id(t) for t in of_module(norm).writes} == set(map(id, norm.buffers()))
+    assert of_module(nn.Dropout(0.0)).draws and not of_module(norm).draws
+    assert not draws_now(nn.Dropout(0.0), "p") and not draws_now(nn.Dropout(0.5).eval(), "p")
+    assert draws_now(nn.Dropout(0.5), "p")
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "draws"),
+    [
+        (torch.rand, (2,), {}, True),
+        (torch.rand, (2,), {"generator": torch.Generator()}, False),
+        (F.dropout, (None, 0.5, True), {}, True),
+        (F.dropout, (None, 0.0, True), {}, False),
+        (F.dropout, (None, 0.5, False), {}, False),
+        (F.dropout, (None,), {"p": 0.5, "training": False}, False),
+        (F.scaled_dot_product_attention, (None, None, None), {}, False),
+        (F.scaled_dot_product_attention, (None, None, None), {"dropout_p": 0.1}, True),
+        (torch.add, (1, 2), {}, False),
+    ],
+)
+def test_what_operations_may_draw(target, args, kwargs, draws):
+    graph = torch.fx.Graph()
+    node = graph.call_function(target, args, {k: v for k, v in kwargs.items() if k != "generator"})
+    node._kwargs = {**node.kwargs, **kwargs}  # a generator is no argument that fx would write
+    assert may_draw(node) is draws

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsplit
 from fxsplit import Plan
-from fxsplit.inserted.random import Stream, draw_base_seed
+from fxsplit.inserted.random import BaseSeed, Stream, draw_base_seed
 from fxsplit.schedules.catalog import NAMES as SCHEDULES
 from fxsplit.schedules.catalog import SHARED as SHARED_WORKERS
 from fxsplit.schedules.catalog import usual_workers
@@ -281,3 +281,33 @@ def test_every_draw_of_every_micro_batch_and_stage_has_a_mask_of_its_own(schedul
     for i, mask in enumerate(masks):
         assert 0.3 < (mask != 0).float().mean() < 0.7
         assert all(not torch.equal(mask, other) for other in masks[:i])
+
+
+def test_who_has_drawn_meanwhile_keeps_what_he_has_drawn():
+    before = torch.get_rng_state()
+    BaseSeed().settle()
+    assert torch.equal(torch.get_rng_state(), before)  # nobody drew with it
+    seed = BaseSeed()
+    torch.rand(1)
+    after = torch.get_rng_state()
+    seed.settle()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class DrawsInForward(nn.Module):
+    def forward(self, x):
+        return x * torch.rand_like(x)
+
+
+def test_what_has_no_rate_may_always_draw():
+    """A call draws one number from the caller's generator, and nothing else, however often its stages draw."""
+    x = torch.randn(6, 4)
+    pipe = fxsplit.compile(
+        nn.Sequential(DrawsInForward(), nn.Linear(4, 4)), Plan(micro_batches=3), example_args=(x,)
+    )
+    torch.manual_seed(3)
+    pipe(x)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    draw_base_seed()
+    assert torch.equal(torch.get_rng_state(), after)

@@ -15,6 +15,8 @@ from torch import nn
 import fxsplit
 from fxsplit.batch.merge import Merge
 from fxsplit.errors import ArgumentError
+from fxsplit.loss.losses import in_parts
+from fxsplit.loss.reductions import reduction_of
 from tests.strategies import EXAMPLES
 
 CLASSES = 5
@@ -667,3 +669,18 @@ def test_a_step_refuses_what_the_criterion_does():
     with pytest.raises(ArgumentError, match="a loss for each row, not a single number"):
         pipe.step(rows_of(9), target=torch.ones(9, 1).double(), loss_fn=nn.MSELoss(reduction="none"))
     assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("settings", "counts"), [({}, [2, 1]), ({"ignore_index": 3}, [1, 2])])
+def test_what_is_ignored_is_what_the_loss_says(settings, counts):
+    target = torch.tensor([3, 0, 1, -100]) if not settings else torch.tensor([3, 0, 1, 1])
+    made = in_parts(nn.CrossEntropyLoss(**settings), target, [2, 2], None, [Merge("rows")])
+    assert made.weights == [n / 3 for n in counts]
+
+
+def test_a_loss_with_a_forward_of_its_own_is_not_what_pytorch_made():
+    loss = nn.MSELoss()
+    assert reduction_of(loss, None, ("mean", "sum")).how == "mean"
+    loss.forward = lambda output, target: (output - target).abs().max()
+    found = reduction_of(loss, None, ("mean", "sum"))
+    assert not found.how and "a forward of its own" in found.doubt

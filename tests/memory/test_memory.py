@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxsplit
 from fxsplit import Budget, errors
 from fxsplit.demo.gpt import GPT
+from fxsplit.schedules.schedule import Action
 from fxsplit.testing import assert_equivalent
 from tests.helpers import compiled
 
@@ -124,6 +125,7 @@ def test_what_cannot_be_done_is_said():
     for policy, kind, said in (
         (["block.0"], errors.PartitionError, "did you mean"),
         (["blocks"], errors.PartitionError, None),
+        ([""], errors.PartitionError, "does not have"),
         (Budget(100), errors.PartitionError, "however much is recomputed"),
         ("sometimes", errors.PlanError, "sometimes"),
         (3, errors.PlanError, "is no policy"),
@@ -175,3 +177,31 @@ def test_a_budget_for_each_device():
     )
     assert any("checkpoint(" in stage.code for stage in tight)
     assert "within" in tight.report()
+
+
+def test_a_context_that_is_interrupted_is_around_its_regions():
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.count, self.b = nn.Linear(8, 8), Counting(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = torch.tanh(self.a(x))
+                h = self.count(h)
+                h = torch.tanh(self.b(h))
+            return h.float()
+
+    model, x = Interrupted(), torch.randn(4, 8)
+    pipe = fxsplit.compile(model, fxsplit.Plan(checkpoint="always"), example_args=(x,))
+    assert pipe.stages[0].code.count("checkpoint(") == 3  # before and after the count, and float()
+    found = torch.autograd.grad(pipe(x).sum(), list(model.parameters()))
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_kept_whole_is_kept_to_the_end_of_its_backward():
+    plan = fxsplit.Plan(micro_batches=2, schedule="zb_h1", checkpoint="except_last")
+    pipe = fxsplit.compile(nn.Linear(8, 8), plan, example_args=(torch.randn(4, 8),))
+    kept = pipe._measure_kept(pipe.active)
+    assert [kept.to_the_end(Action("F", 0, i)) for i in (0, 1)] == [True, False]

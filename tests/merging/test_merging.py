@@ -331,3 +331,87 @@ def test_a_module_that_is_kept_whole_and_runs_without_values_is_known_by_what_it
         return
     pipe = fxsplit.compile(model, plan, example_args=(x,), leaf_modules=["1"], weights=make().state_dict())
     torch.testing.assert_close(pipe(x), make()(x))
+
+
+def test_a_term_of_a_sum_may_be_an_output_too():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            mean, total = y.square().mean(), y.sum()
+            return mean + total, mean
+
+    model, x = Both().double(), torch.randn(6, 4).double()
+    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=3), example_args=(x,))
+    found, expected = (
+        torch.autograd.grad(sum(v * (k + 2) for k, v in enumerate(m(x))), list(model.parameters()))
+        for m in (pipe, model)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_dimension_that_is_summed_and_stays_moves_no_rows():
+    class Summed(nn.Module):
+        def forward(self, x):
+            return x.sin().sum(0, keepdim=True), x.cos().sum(0)
+
+    plan = Plan(micro_batches=2, batch_dims={"x": 1})
+    pipe = fxsplit.compile(Summed(), plan, example_args=(torch.randn(3, 6, 2),))
+    assert [(m.how, m.dim, m.note) for m in pipe.merges] == [("rows", 1, ""), ("rows", 0, "")]
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [lambda x: (x[:, None] * x[None]).sum(-1), lambda x: F.layer_norm(x, x.shape)],
+    ids=["pairs of rows", "a norm over rows"],
+)
+def test_rows_that_meet_others_are_seen_without_numbers(mixes):
+    class Mixing(nn.Module):
+        def forward(self, x):
+            return mixes(x)
+
+    with pytest.raises(BatchError, match="lets rows of the batch meet other rows"):
+        fxsplit.compile(Mixing(), Plan(micro_batches=2), example_args=(torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize(
+    ("moves", "dim"),
+    [
+        (lambda x: x.permute(2, 0, 1), 1),
+        (lambda x: x.unsqueeze(0), 1),
+        (lambda x: x.unsqueeze(1), 0),
+        (lambda x: x.transpose(0, 2), 2),
+        (lambda x: F.pad(x, (1, 2)), 0),
+    ],
+    ids=["permute", "before", "behind", "transpose", "pad"],
+)
+def test_where_rows_go_is_known_without_numbers(moves, dim):
+    class Moving(nn.Module):
+        def forward(self, x):
+            return moves(x.sin())
+
+    pipe = fxsplit.compile(Moving(), Plan(micro_batches=2), example_args=(torch.randn(6, 4, 3),))
+    assert [(m.how, m.dim, m.note) for m in pipe.merges] == [("rows", dim, "")]
+
+
+def test_rows_beside_those_of_the_batch_are_seen_without_numbers():
+    class Padded(nn.Module):
+        def forward(self, x):
+            return F.pad(x.sin(), (0, 0, 1, 0))
+
+    with pytest.raises(BatchError, match="puts other rows beside those of the batch"):
+        fxsplit.compile(Padded(), Plan(micro_batches=2), example_args=(torch.randn(6, 4),))
+
+
+def test_statistics_of_a_micro_batch_are_said():
+    class Normed(nn.Module):
+        def forward(self, x):
+            return F.batch_norm(x, None, None, training=True)
+
+    with pytest.warns(
+        UserWarning, match="output is normalised by the statistics of the batch: with micro-batches"
+    ):
+        fxsplit.compile(Normed(), Plan(micro_batches=2), example_args=(torch.randn(6, 4),))

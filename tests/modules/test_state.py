@@ -1,5 +1,6 @@
 """State that forward writes, and what of a model is changed after the compile."""
 
+import contextlib
 import copy
 
 import pytest
@@ -130,3 +131,20 @@ def test_modules_that_set_their_weight_in_a_hook_with_replicas():
     for _ in range(5):
         assert torch.equal(pipe(SIX_ROWS), torch.cat([model(x) for x in SIX_ROWS.split(2)]))
         pipe(SIX_ROWS).sum().backward()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_and_modes_end_as_they_were(fails):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    weight, bias = model[0].weight, model[0].bias
+    weight.grad, model[1].training = torch.ones(2, 2), False
+    grad = weight.grad
+    with contextlib.suppress(KeyError), preserved(model):
+        weight.grad.add_(1.0)
+        bias.grad = torch.ones(2)
+        model.train()
+        model[0].eval()
+        if fails:
+            raise KeyError
+    assert weight.grad is grad and torch.equal(grad, torch.ones(2, 2)) and bias.grad is None
+    assert [m.training for m in model.modules()] == [True, True, False]

@@ -132,6 +132,12 @@ def test_replace():
         plan.replace(stage=3)
 
 
+def test_a_plan_that_is_placed_keeps_its_replicas():
+    plan = fxsplit.Plan(stages=2, replicas=2, cost="flops")
+    assert plan.placed({"": "cpu"}) == fxsplit.Plan(device_map={"": "cpu"}, replicas=2)
+    assert fxsplit.Plan(stages=2, replicas=[2, 1]).placed({"": "cpu"}).replicas == 1  # those of other stages
+
+
 @pytest.mark.parametrize(
     ("fields", "count"),
     [

@@ -183,3 +183,12 @@ def test_a_tensor_that_is_two_arguments_has_both_gradients():
     expected = torch.autograd.grad(F.mse_loss(model(x, x, model.a.weight), torch.zeros(6, 4)), wanted)
     for t, g in zip(wanted, expected, strict=True):
         torch.testing.assert_close(t.grad, g)
+
+
+@pytest.mark.parametrize(
+    ("rate", "training", "compared"), [(0.5, True, False), (0.5, False, True), (0.0, True, True)]
+)
+def test_micro_batches_that_draw_are_not_compared(rate, training, compared):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate), nn.Linear(4, 2)), torch.randn(6, 4)
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=3), example_args=(x,))
+    assert pipe.train(training).verify_micro_batches([x]) is compared

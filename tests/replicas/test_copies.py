@@ -15,6 +15,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit import Plan, errors
+from fxsplit.modules.callbacks import callbacks_of
 from fxsplit.runtime import worker
 
 
@@ -614,3 +615,38 @@ def test_an_interrupt_while_all_copies_wait_for_each_other(monkeypatch, way):
     with pytest.raises(KeyboardInterrupt):
         pipe(X)
     ended(bell, 3)
+
+
+def test_a_module_may_want_to_be_told_in_two_ways():
+    told = []
+
+    class Both(nn.Module):
+        def __data_parallel_replicate__(self, context, copy_id):
+            told.append(("method", copy_id))
+
+    module = Both()
+    handle = fxsplit.on_replicate(module, lambda copy, context, copy_id: told.append(("function", copy_id)))
+    for callback in callbacks_of(module):
+        callback(module, None, 0)
+    assert told == [("method", 0), ("function", 0)]
+    handle.remove()
+    assert len(callbacks_of(module)) == 1 and not callbacks_of(nn.Linear(2, 2))
+
+
+def test_buffers_of_the_master_are_the_models():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.n.add_(1)
+            return x * self.n
+
+    model, told = nn.Sequential(nn.Linear(X.shape[1], 3), Counts()).to(X.dtype), []
+    fxsplit.on_replicate(model[1], lambda copy, context, copy_id: told.append(copy))
+    pipe = fxsplit.compile(model, Plan(replicas=2, micro_batches=4), example_args=(X,))
+    buffer = model[1].n
+    pipe(X)
+    assert model[1].n is buffer and told[0].n is buffer and buffer == 2
+    assert told[1].n is not buffer and told[1].n == 2

@@ -63,6 +63,31 @@ def test_gradients_are_those_of_one_tensor(name, schedule, checkpoint):
             assert torch.equal(a, b + c)
 
 
+def test_one_tensor_is_given_out_under_two_names():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout()
+
+        def forward(self, x):
+            h = self.a(x)
+            y = self.b(h)
+            return h, self.drop(h), y
+
+    model, x = Both().double(), torch.randn(6, 4).double()
+    pipe = fxsplit.compile(model, Plan(cut=["b"], micro_batches=2), example_args=(x,))
+    assert pipe.program.aliases  # though it is none in train mode
+    model.eval()
+    for chosen in ((0,), (1,), (0, 1), (0, 1, 2)):
+        found, expected = (
+            torch.autograd.grad(
+                sum(out[k].square().sum() * (k + 1) for k in chosen), list(model.a.parameters())
+            )
+            for out in (pipe(x), model(x))
+        )
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_view_that_is_written_in_place():
     class Written(nn.Module):
         def __init__(self):
@@ -81,3 +106,20 @@ def test_a_view_that_is_written_in_place():
     found = torch.autograd.grad(pipe(x).square().sum(), list(model.parameters()))
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_outputs_share_no_memory_with_each_other_or_an_argument():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            return y, y.view(-1), x.view(-1), x
+
+    model, x = Views(), torch.randn(2, 4)
+    pipe = fxsplit.compile(model, Plan(), example_args=(x,))
+    for m, count in ((model, 2), (pipe, 4)):
+        given = m(x)
+        assert given[3] is x and len({v.untyped_storage().data_ptr() for v in given}) == count

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -117,6 +118,50 @@ def test_nothing_starts_after_a_failure(faulty):
         pipe(torch.randn(8, 4))
     assert model.blocks[0][2].calls == 1
     assert not [t for t in threading.enumerate() if t.name.startswith("fxsplit")]
+
+
+def test_who_need_not_wait_stops_after_a_failure_too():
+    pipe = fxsplit.compile(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        Plan(stages=2, micro_batches=4),
+        example_args=(torch.randn(8, 4),),
+    )
+    seen, failed = [], threading.Event()
+
+    def hook(event):
+        seen.append(str(event.action))
+        if seen[-1] == "1F0":
+            failed.set()
+            raise KeyError("mine")
+        if seen[-1] == "0F1":
+            failed.wait(60)
+            while any(t.name == "fxsplit stage 1.0" for t in threading.enumerate()):
+                time.sleep(0.01)
+
+    pipe.register_action_hook(hook)
+    with pytest.raises(KeyError, match="mine"):
+        pipe(torch.randn(8, 4))
+    assert sorted(seen) == ["0F0", "0F1", "1F0"]
+
+
+def test_a_backward_after_one_that_failed_begins_anew():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(6, 4)
+    pipe = fxsplit.compile(model, Plan(stages=2, micro_batches=3), example_args=(x,))
+
+    left = [1]
+
+    def fails(event):
+        if str(event.action) == "0B1" and left:
+            left.clear()
+            raise KeyError("mine")
+
+    pipe.register_action_hook(fails)
+    output = pipe(x).square().sum()
+    with pytest.raises(KeyError, match="mine"):
+        torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+    found = torch.autograd.grad(output, list(model.parameters()))
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected)
 
 
 def test_calls_from_several_threads():

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -32,6 +33,18 @@ def test_an_event_for_every_action(schedule):
     events.clear()
     pipe.step(x, target=target, **LOSS)
     assert not events
+
+
+def test_an_event_is_around_its_action():
+    model, seen, events = torch.nn.Sequential(torch.nn.Linear(4, 4)), [], []
+    model[0].register_forward_hook(lambda *_: seen.append(time.perf_counter()))
+    pipe = fxsplit.compile(model, fxsplit.Plan(micro_batches=2), example_args=(torch.randn(4, 4),))
+    seen.clear()
+    pipe.register_action_hook(events.append)
+    with torch.no_grad():
+        pipe(torch.randn(4, 4))
+    assert [str(e.action) for e in events] == ["0F0", "0F1"]
+    assert all(e.begin <= now <= e.end for e, now in zip(events, seen, strict=True))
 
 
 def test_an_error_of_a_hook_is_that_of_its_action():

@@ -73,12 +73,16 @@ def test_workers_and_one_thread_give_the_same_bits(schedule, checkpoint):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved_zero_bubble", "zb_v", "dual_pipe_v"])
-def test_weights_get_their_gradients_later_and_nothing_is_computed_twice(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"),
+    [(name, "never") for name in ("zb_h1", "interleaved_zero_bubble", "zb_v", "dual_pipe_v")]
+    + [("zb_h1", "always")],  # what is recomputed for the inputs is there for the weights too
+)
+def test_weights_get_their_gradients_later_and_nothing_is_computed_twice(schedule, checkpoint):
     """The backward of every operation runs at most once for inputs, and once for weights."""
     x, target = torch.randn(8, 4), torch.randint(0, 3, (8,))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), nn.Linear(4, 3))
-    plan = plan_for(schedule, micro_batches=4)
+    plan = plan_for(schedule, micro_batches=4, checkpoint=checkpoint)
     pipe = fxsplit.compile(model, plan, example_args=(x,))
     twin = fxsplit.compile(
         copy.deepcopy(model), plan.replace(schedule="1f1b", workers=None), example_args=(x,)
@@ -98,6 +102,24 @@ def test_weights_get_their_gradients_later_and_nothing_is_computed_twice(schedul
     assert products(halves) == products(whole)
     for a, b in zip(pipe.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(torch.tanh(self.a(x)))
+
+
+def test_a_weight_that_is_reached_in_two_ways_gets_its_gradient_with_the_inputs():
+    model, x = nn.Sequential(nn.Linear(4, 4), Reused(), nn.Linear(4, 3)), torch.randn(8, 4)
+    plan = fxsplit.Plan(cut=["1"], micro_batches=2, schedule="zb_h1")
+    pipe = fxsplit.compile(model, plan, example_args=(x,))
+    found = torch.autograd.grad(pipe(x).square().sum(), list(model.parameters()))
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected)
 
 
 class Scaled(torch.autograd.Function):

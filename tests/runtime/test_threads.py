@@ -502,3 +502,17 @@ def test_steps_leave_nothing_behind(schedule):
         traced < 16 * STEPS + 2**16
     )  # bytes: less than the smallest object in each step, and Python's free lists
     assert resident < 16 * 2**20  # bytes; each step makes 0.4 MB of activations
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_micro_batch_is_computed_by_the_thread_that_calls(count):
+    pipe = fxsplit.compile(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        fxsplit.Plan(stages=2, micro_batches=count),
+        example_args=(torch.randn(4, 4),),
+    )
+    workers = set()
+    pipe.register_action_hook(lambda event: workers.add(event.worker))
+    pipe(torch.randn(4, 4)).sum().backward()
+    mine = threading.current_thread().name
+    assert workers == ({mine} if count == 1 else {"fxsplit stage 0.0", "fxsplit stage 1.0"})

@@ -433,3 +433,13 @@ def test_another_format_is_refused_and_the_proof_is_made_at_load(tmp_path, monke
         file.write_text(json.dumps({**data, "format": number}))
         with pytest.raises(errors.SerializeError, match="format"):
             fxsplit.load(tmp_path, model)
+
+
+def test_a_link_to_nowhere_is_not_written_through(tmp_path):
+    pipe = fxsplit.compile(nn.Linear(2, 2), example_args=(torch.randn(2, 2),))
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "saved"
+    folder.mkdir()
+    (folder / "program.json").symlink_to(elsewhere)
+    with pytest.raises(fxsplit.errors.SerializeError, match="is there already"):
+        pipe.save_code(folder)
+    assert not elsewhere.exists()

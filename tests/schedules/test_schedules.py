@@ -16,6 +16,7 @@ from fxsplit.schedules.catalog import (
     in_flight,
     interleaved_1f1b,
     interleaved_zero_bubble,
+    most_kept,
     one_f_one_b,
     schedule_of,
     zb_h1,
@@ -278,6 +279,23 @@ def test_micro_batches_that_are_kept():
             assert max(in_flight(interleaved_zero_bubble(2 * p, m, p))) <= 2 * p + p - 1
 
 
+def test_what_is_kept_ends_with_a_half_of_the_backward():
+    row = actions("0F0 0I0 0F1 0I1 0W0 0W1")
+    assert most_kept(row, lambda _: 3.0) == 6
+    assert most_kept(row, lambda _: 3.0, lambda _: False) == 3
+
+
+def test_interleaved_zero_bubble():
+    assert interleaved_zero_bubble(4, 4, 2).workers == (
+        actions(
+            "0F0 0F1 2F0 2F1 0F2 2I0 2W0 0I0 2I1 0F3 0I1 0W0 2F2 2W1 2F3 2I2 0W1 0I2 2W2 2I3 0W2 0I3 2W3 0W3"
+        ),
+        actions(
+            "1F0 1F1 3F0 3I0 3F1 1I0 3I1 1F2 1I1 3W0 1F3 1W0 3F2 3I2 3W1 1I2 3F3 3I3 1W1 1I3 3W2 1W2 3W3 1W3"
+        ),
+    )
+
+
 @pytest.mark.parametrize("replicas", [[1, 2, 3], [3, 1, 1], [2, 2, 2]])
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, forward_only])
 def test_replicas_deal_micro_batches_out(make, replicas):
@@ -319,5 +337,6 @@ def test_odd_numbers_of_stages_and_workers():
             proven(schedule, 5, 4, chain_of(5))
     with pytest.raises(ScheduleError, match="replicas lists 2 numbers for 3 stages"):
         gpipe(3, 2, [2, 1])
-    idle = gpipe(2, 2, [3, 1])
-    assert Schedule.from_csv(idle.to_csv(), "gpipe") == idle
+    for replicas in ([3, 1], [1, 3]):
+        idle = gpipe(2, 2, replicas)
+        assert Schedule.from_csv(idle.to_csv(), "gpipe") == idle

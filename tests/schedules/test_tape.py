@@ -27,7 +27,7 @@ from fxsplit.schedules.catalog import (
     zb_h1,
     zb_v,
 )
-from fxsplit.schedules.lower import lower
+from fxsplit.schedules.lower import Flow, lower
 from fxsplit.schedules.schedule import Action
 
 MAKE = {
@@ -257,6 +257,18 @@ def test_a_tape_says_what_has_to_be_done_before(loss):
         tape = check(*made, loss)
         met += any(len(x.micro_batches) > 1 for x in tape.instructions)
     assert met > 20
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, gpipe])
+def test_nobody_waits_for_what_he_has_heard_of(make):
+    flow = Flow(3, [(0, 1, 2), (1, 2)], outputs=frozenset({0, 2}))  # loss and backward come after 0F…
+    tape = lower(make(3, 4), flow, loss=True)
+    for w, row in enumerate(tape.workers):
+        heard = [n for x in row for n in tape.waits.get(x.number, ())]
+        assert heard and all(tape.worker_of[n] != w for n in heard)
+        for other in set(map(tape.worker_of.get, heard)):  # each later than the one before
+            of_one = [n for n in heard if tape.worker_of[n] == other]
+            assert of_one == sorted(set(of_one))
 
 
 # -- of a pipeline ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 import fxsplit
 from fxsplit import Plan, errors
 from fxsplit.__main__ import main
+from fxsplit.timeline.trace import trace
 from tests.helpers import LOSS, TiedBlocks, compiled, plan_for
 from tests.timeline.browser import CHROMIUM, browser
 
@@ -233,3 +234,13 @@ def _use(chromium, step):
     lit = chromium.run("[...document.querySelectorAll('.lit')].map(l => l.dataset.module)")
     path = chromium.run(f"{leaf}.dataset.path")
     assert lit and all(module == path or module.startswith(path + ".") for module in lit)
+
+
+def test_arrows_lead_from_one_worker_to_another():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=2, micro_batches=2), example_args=(torch.randn(4, 4),))
+    rows = json.loads(trace(pipe.simulated_timeline().steps))["traceEvents"]
+    begins, ends = ({r["id"]: r for r in rows if r["ph"] == letter} for letter in "sf")
+    assert begins.keys() == ends.keys() and len(begins) == 4
+    for name, begin in begins.items():
+        assert begin["tid"] != ends[name]["tid"] and begin["ts"] <= ends[name]["ts"]

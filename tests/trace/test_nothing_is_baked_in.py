@@ -268,3 +268,15 @@ def test_ordered_dicts_of_the_users():
     pipe = compiled(model)
     assert type(pipe(X[:3])) is Output and list(pipe(X)) == ["a", "n"]
     assert_equivalent(model, pipe, X[:3])
+
+
+def test_a_size_that_is_asked_whether_it_is_zero():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.shape[1] % 2 else x.sin()
+
+    pipe = fxsplit.compile(Odd(), fxsplit.Plan(), example_args=(torch.randn(4, 3),))
+    x = torch.randn(2, 5)
+    assert torch.equal(pipe(x), x * 2)
+    with pytest.raises(fxsplit.errors.GuardError, match="takes another path"):
+        pipe(torch.randn(4, 2))

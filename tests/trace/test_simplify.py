@@ -8,7 +8,7 @@ from torch import fx, nn
 import fxsplit
 from fxsplit import Plan
 from fxsplit.errors import GuardError
-from fxsplit.graph.ir import TensorSpec
+from fxsplit.graph.ir import NodeFacts, TensorSpec
 from fxsplit.graph.nodes import resolve
 from fxsplit.inserted.ops import guard
 from fxsplit.testing import assert_equivalent
@@ -23,6 +23,8 @@ def test_numbers_are_polynomials_in_sizes():
     assert plus(area, area, -1) == 0 and plus(A, 0) == A and times(A, 1) == A
     assert divided(times(times(A, B), 6), times(B, 3)) == times(A, 2)
     assert divided(plus(times(A, 4), 2), 2) == plus(times(A, 2), 1)
+    assert times(plus(A, 1), plus(A, 1, -1)) == plus(times(A, A), 1, -1)
+    assert times(plus(A, B), plus(A, B)) == plus(plus(times(A, A), times(B, B)), times(times(A, B), 2))
     assert divided(A, 2) is None and divided(A, B) is None and divided(A, 0) is None
 
 
@@ -47,6 +49,24 @@ def test_what_always_holds_is_known(kind, a, b, is_it):
     import operator
 
     assert compared(getattr(operator, kind), a, b) is is_it
+
+
+def test_nothing_is_said_that_is_wrong_of_the_example():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.relu, (x,))
+    graph.output((y,))
+    for rows, known in (
+        (2, Shape((A, B))),
+        (3, None),
+    ):  # somebody's function that is only called like torch's
+        sizes = {x.name: (2, 4), y.name: (rows, 4), "output": ()}
+        facts = {
+            n: NodeFacts("", None, value=TensorSpec(s, torch.float32, torch.device("cpu")))
+            for n, s in sizes.items()
+        }
+        found = sizes_of(graph, facts, {})[y]
+        assert found == known or (known is None and not isinstance(found, Shape))
 
 
 class Shapes(fx.Interpreter):

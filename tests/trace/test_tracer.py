@@ -453,3 +453,16 @@ def test_tensor_type_is_a_conversion():
     pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
     assert pipe.traced.front_end == "the value-carrying tracer" and not pipe.traced.constants
     assert torch.equal(pipe(x), model(x))
+
+
+def test_a_class_that_is_wanted_whole_means_all_of_its_kind():
+    class Block(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x) * 2
+
+    class Special(Block):
+        pass
+
+    model = nn.Sequential(Block(), Special(), nn.Linear(3, 3), Block())
+    pipe = fxsplit.compile(model, example_args=(torch.randn(2, 3),), leaf_modules=[Block])
+    assert list(pipe.traced.kept_whole) == ["0", "1", "3"]
