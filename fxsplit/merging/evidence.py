@@ -12,8 +12,9 @@ from torch import nn
 from ..batch.dims import BatchDims
 from ..batch.merge import Merge, merged_one, split_gradients
 from ..compare import agree, gradient_for
+from ..compat import tree_leaves
 from ..errors import BatchError
-from ..graph.ir import Traced
+from ..graph.ir import TensorSpec, Traced
 from ..modules.state import preserved
 from .probes import Probe
 
@@ -27,6 +28,8 @@ class Evidence:
         shared: how many of them are parameters.
         draws: whether random numbers were drawn, so that equal values are not to be expected.
         writes: whether a run writes to what others have read, so that none can go backward any more.
+        eps: of the least precise type that anything is computed in: kernels of another size round in another way, and an
+            output of float32 may come from bfloat16.
     """
 
     whole: Sequence[Any]
@@ -37,6 +40,7 @@ class Evidence:
     rows: Sequence[int]
     draws: bool
     writes: bool
+    eps: float = 0.0
 
     def fits(self, i: int, merge: Merge, merges: Sequence[Merge] = ()) -> bool:
         """Whether `merge` gives output `i` of the whole batch, and its gradients.
@@ -49,7 +53,7 @@ class Evidence:
         columns = [list(values) for values in zip(*self.parts, strict=True)]
         try:
             if merge.how == "same" and not all(
-                agree(v, self.whole[i], **_near(self.whole[i])) for v in columns[i]
+                agree(v, self.whole[i], **_near(self.whole[i], self.eps)) for v in columns[i]
             ):
                 return False
             found = columns[i][0] if merge.how == "same" else merged_one(i, every, columns, self.rows)
@@ -58,7 +62,7 @@ class Evidence:
         whole = self.whole[i]
         if self.draws:
             return not isinstance(whole, torch.Tensor) or (found.shape == whole.shape and merge.how == "rows")
-        if not agree(found, whole, **_near(whole)):
+        if not agree(found, whole, **_near(whole, self.eps)):
             return False
         try:
             return self._same_gradients(i, every, columns)
@@ -83,7 +87,8 @@ class Evidence:
         largest = max(
             (float(g.nan_to_num().abs().max()) for g in expected if g is not None and g.numel()), default=0.0
         )
-        near, noise = max(1e-3, _eps(whole) * 16), _eps(whole) * 1e3
+        near = max(1e-3, _eps(whole) * 16, self.eps * 8)
+        noise = max(_eps(whole) * 1e3, self.eps * 8)
         return all(
             agree(_filled(a, b), _filled(b, a), atol=noise + largest * near / 50, of_largest=near)
             for a, b in zip(found, expected, strict=True)
@@ -118,7 +123,15 @@ def evidence_of(
             raise
         leaves.append([*parameters, *(x for x in own if x.requires_grad)])
     asked = [d for x, d in zip(probe.inputs, dims.dims, strict=True) if x.requires_grad]
-    return Evidence(outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws, writes)
+    return Evidence(
+        outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws, writes, _coarsest(traced)
+    )
+
+
+def _coarsest(traced: Traced) -> float:
+    specs = (leaf for fact in traced.facts.values() for leaf in tree_leaves(fact.value))
+    kinds = {spec.dtype for spec in specs if isinstance(spec, TensorSpec)}
+    return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
 
 
 def are_rows(whole: Any, parts: Sequence[Any], dim: int) -> bool:
@@ -154,10 +167,18 @@ def _filled(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch.
     return torch.zeros_like(other) if gradient is None and other is not None else gradient
 
 
-def _near(value: Any) -> dict[str, float]:
-    """How near two values are that differ by the order of their terms; those may be of the order of 1 and cancel out."""
-    eps = _eps(value) if isinstance(value, torch.Tensor) else 1e-12
-    return {"rtol": eps * 32, "atol": eps * 100, "of_largest": max(1e-5, eps * 16) if eps > 1e-12 else 1e-9}
+def _near(value: Any, least: float = 0.0) -> dict[str, float]:
+    """How near two values are that differ by the order of their terms; those may be of the order of 1 and cancel out.
+
+    Args:
+        least: the precision of what they come from, of which there may be a few digits in them.
+    """
+    if not isinstance(value, torch.Tensor):
+        return {"rtol": 32e-12, "atol": 100e-12, "of_largest": 1e-9}
+    eps = _eps(value)
+    few = 4 * least if eps else 0.0
+    rtol, atol = max(eps * 32, few), max(eps * 100, few)
+    return {"rtol": rtol, "atol": atol, "of_largest": max(1e-5, eps * 16, few) if eps else 1e-9}
 
 
 def _eps(value: torch.Tensor) -> float:
