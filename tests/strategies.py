@@ -11,8 +11,8 @@ from fxsplit.schedules.catalog import IN_V
 from fxsplit.testing.plans import odd_seconds
 from fxsplit.testing.programs import OPERATIONS, WIDTH, Program, Recipe
 
-# Cases of each property; CI has some thousand in all. More of them: FXSPLIT_EXAMPLES=16000 pytest -k bit_equal tests
-EXAMPLES = int(os.environ.get("FXSPLIT_EXAMPLES", "250"))
+# Cases of each property. More: FXSPLIT_EXAMPLES=16000 pytest -k bit_equal tests, or python -m fxsplit.testing.fuzz
+EXAMPLES = int(os.environ.get("FXSPLIT_EXAMPLES", "160"))
 
 
 # Those whose numbers do not depend on the order of draws: the oracles of these tests are written without fxsplit.

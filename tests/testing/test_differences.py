@@ -8,8 +8,7 @@ from torch import nn
 
 import fxsplit
 from fxsplit.errors import VerifyError
-from fxsplit.testing import assert_equivalent
-from fxsplit.testing.equivalence import differences
+from fxsplit.testing import assert_equivalent, compare
 
 
 class Counted(nn.Linear):
@@ -23,10 +22,10 @@ def test_what_differs_is_named():
     pipe = fxsplit.compile(copy.deepcopy(model), fxsplit.Plan(micro_batches=2), example_args=(x,))
     assert_equivalent(model, pipe, x)
     model.unread.add_(1)
-    assert list(differences(model, pipe, x)) == ["buffer unread"]
+    assert list(compare(model, pipe, x).differences) == ["buffer unread"]
     with torch.no_grad():
         model.unread.zero_(), model.bias.add_(1e-5)
-    assert list(differences(model, pipe, x)) == ["output 0"]
-    assert not differences(model, pipe, x, atol=1e-3)
+    assert list(compare(model, pipe, x).differences) == ["output 0"]
+    assert not compare(model, pipe, x, atol=1e-3).differences
     with pytest.raises(VerifyError, match="output 0 differs"):
         assert_equivalent(model, pipe, x)
