@@ -41,7 +41,7 @@ def replicated(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=2 * EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(modules(), replicated(), st.integers(1, 2), st.data())
 def test_replicas_are_bit_equal_to_accumulation(model, plan, inputs, data):
     assume(not model.recipe.has("view_add_"))

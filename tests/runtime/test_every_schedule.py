@@ -185,7 +185,7 @@ def pipelined(draw, schedule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s not in ("gpipe", "breadth_first")])
-@settings(max_examples=7 * EXAMPLES // 4)
+@settings(max_examples=EXAMPLES)
 @given(model=modules(), inputs=st.integers(1, 2), data=st.data())
 def test_every_schedule_is_bit_equal_to_accumulation(schedule, model, inputs, data):
     plan = data.draw(pipelined(schedule))
