@@ -16,7 +16,9 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 STEPS_BEFORE_THE_CUT = 8  # the checkpoint is after 5
 RUNS = """
 import os, pathlib, runpy, sys, time
-from fxsplit.distributed import RankPipeline
+from fxsplit.distributed import RankPipeline, watch
+if not os.environ.get("SLOWLY"):
+    watch.SILENT = 30.0  # nobody is cut off here, and a busy machine may look like it
 folder, step = pathlib.Path(sys.argv.pop(1)), RankPipeline.step
 done = 0
 def stepped(self, *args, **kwargs):
