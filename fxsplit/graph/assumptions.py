@@ -146,6 +146,8 @@ _PLURALS = {
 def _differs(row: Assumption, now: Seen) -> list[str]:
     """``tau was 1.0, is 2.0``; of a table, the entries that differ."""
     if row.was.kind != "table" or now.kind != "table":
+        if (part := _part_that_differs(row.was, now)) is not None:
+            return _differs(replace(row, where=row.name, what=part[0].text[1:-1], was=part[1]), part[2])
         was = f"{row.was} ({row.was.kind})" if str(row.was) == str(now) else row.was
         is_ = f"another {now}" if str(was) == str(now) else now
         return [f"{row.name} was {was}, is {is_}"]
@@ -162,6 +164,14 @@ def _differs(row: Assumption, now: Seen) -> list[str]:
             else:
                 texts.append(f"{label} got {new} after compile" + ("" if old is MISSING else f", had {old}"))
     return texts or [f"{row.name} are in another order"]
+
+
+def _part_that_differs(was: Seen, now: Seen) -> tuple[Seen, Seen, Seen] | None:
+    """Of two objects of one class: the name of the first attribute that differs, what it was, and what it is."""
+    if was.kind != "object" or (was.kind, was.text, was.parts[::2]) != (now.kind, now.text, now.parts[::2]):
+        return None
+    pairs = zip(was.parts[::2], was.parts[1::2], now.parts[1::2], strict=True)
+    return next((found for found in pairs if found[0].kind == "str" and not found[1].same(found[2])), None)
 
 
 class Lookup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -133,8 +134,8 @@ _WRAPPERS = (types.MethodType, functools.partial, property, staticmethod, classm
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a value is told by its class alone: a logger, a lock, what is torch's."""
-    return type(value).__module__.partition(".")[0] in _OPAQUE
+    """Whether a value is told by its class alone: a logger, a lock, what is torch's. An event is a flag."""
+    return type(value).__module__.partition(".")[0] in _OPAQUE and type(value) is not threading.Event
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -151,6 +152,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.__func__
         if not isinstance(value.__self__, nn.Module):
             yield value.__self__
+    elif type(value) is threading.Event:
+        yield from ("is_set()", value.is_set())
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, property):

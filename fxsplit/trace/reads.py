@@ -155,4 +155,4 @@ def _is_config(value: Any) -> bool:
         return False
     if isinstance(value, nn.Module | torch.Tensor | type | enum.Enum | tuple | list | dict | set | frozenset):
         return False
-    return cls.__module__.partition(".")[0] not in ("builtins", "numpy", "functools")
+    return cls.__module__.partition(".")[0] not in ("builtins", "numpy", "functools", "threading")

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import dataclasses
 import json
+import re
+import threading
 import types
 
 import numpy as np
@@ -98,6 +100,39 @@ def assert_same(model, pipe):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
+class Switch:
+    """Without a `__dict__`: nobody sees what is read of it, so all of it counts."""
+
+    __slots__ = ("on", "unread")
+
+    def __init__(self):
+        self.on, self.unread = False, 0
+
+    def is_set(self):
+        return self.on
+
+    def set(self):
+        self.on = True
+
+
+@pytest.mark.parametrize(("flag", "said"), [(threading.Event, "is_set()"), (Switch, "on")])
+def test_a_flag_that_is_an_object(flag, said):
+    class Flagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.flag = nn.Linear(4, 4), flag()
+
+        def forward(self, x):
+            return self.lin(x) * (3 if self.flag.is_set() else 2)
+
+    model = Flagged()
+    pipe = fxsplit.compile(model, fxsplit.Plan(stages=1), example_args=(X,))
+    model.flag.set()
+    with pytest.raises(AssumptionError, match=re.escape(f"flag.{said} was False, is True")):
+        pipe(X)
+    assert torch.equal(pipe.recompile()(X), model(X))
+
+
 def swap(model):
     model.a, model.b = model.b, model.a
 
@@ -110,14 +145,14 @@ CHANGES = {
     "a number": (lambda m: setattr(m.a, "tau", 2.0), "a.tau was 1.0, is 2.0"),
     "a number of another type": (lambda m: setattr(m.a, "tau", 1), "a.tau was 1.0, is 1"),
     "a field of a config": (lambda m: setattr(m.a.config, "scale", 3.0), "a.config.scale was 2.0, is 3.0"),
-    "a field inside of a config": (lambda m: setattr(m.a.config.inner, "power", 2), "a.config.inner was"),
+    "a field inside of a config": (lambda m: setattr(m.a.config.inner, "power", 2), "a.config.inner.power was 1, is 2"),
     "another config": (lambda m: setattr(m.b, "config", Config()), "b.config was"),
     "an item of a list": (
         lambda m: m.a.gains.__setitem__(1, 3.0),
         r"a.gains was \[1.0, 2.0\], is \[1.0, 3.0\]",
     ),
     "an item of a dict": (lambda m: m.b.options.update(shift=1.5), "b.options was"),
-    "a namespace": (lambda m: setattr(m.a.helper, "k", 3), "a.helper was"),
+    "a namespace": (lambda m: setattr(m.a.helper, "k", 3), "a.helper.k was 2, is 3"),
     "a function": (lambda m: setattr(m.a, "act", torch.tanh), "a.act was .*relu, is tanh"),
     "a method of an instance": (lambda m: setattr(m.a, "bent", lambda x: x), "a.bent was"),
     "a tensor that becomes a number": (lambda m: setattr(m.a, "scale", 3.0), "a.scale was a tensor, is 3.0"),
