@@ -62,18 +62,40 @@ class Text:
     Attributes:
         names: global name → object.
         imports: global name → the statement that imports it; missing for what no module holds.
-        made: number of a line → the name of the node whose statement it is.
     """
 
     code: str
     names: Mapping[str, Any] = field(default_factory=dict)
     imports: Mapping[str, str] = field(default_factory=dict)
-    made: Mapping[int, str] = field(default_factory=dict)
 
 
 def write(graph: fx.Graph, known: Mapping[str, Any] | None = None) -> Text:
     """`graph` as the text of a method; global names in `known` keep their meaning."""
     return _Writer(graph, known or {}).write("forward")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a module runs, and the graph that it was printed from.
+
+    Attributes:
+        graph: `_fingerprint` of it, at that time.
+    """
+
+    text: Text
+    graph: list[tuple[Any, ...]]
+
+
+def printed(module: StageModule) -> Printed:
+    """What `module` runs."""
+    found: Printed = type(module)._fxsplit_printed  # type: ignore[attr-defined]
+    return found
+
+
+def is_current(module: StageModule) -> bool:
+    """Whether the text is that of the graph as it is now."""
+    made = printed(module)
+    return made.graph == _fingerprint(module.graph) or made.text.code == write(module.graph).code
 
 
 class StageModule(fx.GraphModule):
@@ -87,29 +109,14 @@ class StageModule(fx.GraphModule):
         exec(compile(text.code, name, "exec"), scope)
         linecache.cache[name] = (len(text.code), None, text.code.splitlines(keepends=True), name)
         weakref.finalize(self, linecache.cache.pop, name, None)
-        # every GraphModule has a class of its own
+        # Every GraphModule has a class of its own. What is on it must not hide what a model calls its own tensors.
         kind: Any = type(self)
-        kind.text, kind.forward, kind.printed = text, scope["forward"], (_fingerprint(self.graph), text.code)
+        kind.forward, kind._fxsplit_printed = scope["forward"], Printed(text, _fingerprint(self.graph))
 
     @property
     def code(self) -> str:
         """The text that runs."""
-        text: Text = type(self).text  # type: ignore[attr-defined]
-        return text.code
-
-    @property
-    def made(self) -> Mapping[int, str]:
-        """Number of a line of the text → the node whose statement it is."""
-        text: Text = type(self).text  # type: ignore[attr-defined]
-        return text.made
-
-    def is_current(self) -> bool:
-        """Whether the text is that of the graph as it is now."""
-        kind: Any = type(self)
-        fingerprint, code = kind.printed
-        return bool(
-            code == self.code and (fingerprint == _fingerprint(self.graph) or code == write(self.graph).code)
-        )
+        return printed(self).text.code
 
     def __reduce__(self) -> Any:
         return fx.GraphModule(self, self.graph, type(self).__name__).__reduce__()
@@ -148,7 +155,6 @@ class _Writer:
         self.holds: dict[str, fx.Node] = {}  # variable → the value that it has at this line
         self.said: dict[fx.Node, str] = {}  # the variable that has a value, where it is not the node's name
         self.lines: list[str] = []
-        self.made: dict[int, str] = {}
         self.latest = (
             0,
             "",
@@ -263,7 +269,6 @@ class _Writer:
                     self._head(here)
                     block = here
                 self._put(self._statement(node), line if line != previous and not _is_guard(node) else None)
-                self.made[len(self.lines) - 1] = node.name
                 self.holds.update({self._called(n): n for n in self.unpacked.get(node, [node])})
                 previous = line
                 if self.contexts.get(node) == "enter":
@@ -271,7 +276,7 @@ class _Writer:
                     self.blocks.append(len(self.lines))
             self._delete(dies.get(i, []))
         self.lines.append(f"    return {self._value(self.nodes[-1].args[0], 0)}")
-        return Text("\n".join(self.lines) + "\n", self.names, self.imports, self.made)
+        return Text("\n".join(self.lines) + "\n", self.names, self.imports)
 
     def _leave(self) -> None:
         if all(line.lstrip().startswith("#") for line in self.lines[self.blocks.pop() :]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .planner import plan_stages
 from .problem import Cut, StageFigures, lower_bound, travels
 from .problem import figures as stage_figures
 from .reorder import reordered
-from .units import Unit, bonds, find_units, sequential_units
+from .units import Unit, balance_starts, bonds, find_units
 
 
 def partition(
@@ -189,7 +190,7 @@ def _check_lengths(plan: Plan, count: int) -> None:
 
 
 def _by_balance(model: nn.Module, traced: Traced, balance: Sequence[int], units: Sequence[Unit]) -> list[int]:
-    counted = sequential_units(model, traced, units)
+    counted = balance_starts(model, traced, units)
     if sum(balance) != len(counted):
         kind = (
             "children"
@@ -200,11 +201,19 @@ def _by_balance(model: nn.Module, traced: Traced, balance: Sequence[int], units:
             f"balance={list(balance)} adds up to {sum(balance)}, but {type(model).__name__} has {len(counted)} {kind}",
             remedy=f"counts that add up to {len(counted)}, or stages={len(balance)} for an automatic cut",
         )
-    starts, position = [], 0
-    for count in balance[:-1]:
-        position += count
-        starts.append(counted[position].start)
-    return starts
+    firsts = [0, *itertools.accumulate(balance)]
+    bounds = [*(counted[i] for i in firsts[:-1]), len(compute_nodes(traced.graph))]
+    legal = {unit.start for unit in units}
+    for stage, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            raise PartitionError(
+                f"balance={list(balance)} gives stage {stage} nothing to compute: children {firsts[stage]} to "
+                f"{firsts[stage + 1] - 1} of {type(model).__name__} have no operation",
+                remedy=f"put them with their neighbours, or stages={len(balance)} for an automatic cut",
+            )
+        if stage and start not in legal:
+            _refuse_cut(traced, start, f"balance={list(balance)} cuts where the program may not be cut")
+    return bounds[1:-1]
 
 
 def _by_paths(model: nn.Module, traced: Traced, paths: Sequence[str], units: Sequence[Unit]) -> list[int]:
@@ -272,8 +281,9 @@ def _refuse_cut(traced: Traced, position: int, what: str) -> None:
     bond = next(b for b in bonds(traced) if b.first < position <= b.last)
     first, last = (nodes[i] for i in (bond.first, bond.last))
     writer = bond.writer or last
-    where = (
-        f"{first.name} ({traced.facts[first.name].source}) … {last.name} ({traced.facts[last.name].source})"
+    where = " … ".join(
+        f"{node.name} ({traced.facts[node.name].source or traced.facts[node.name].module_path})"
+        for node in (first, last)
     )
     raise PartitionError(
         f"{what}: {writer.name!r} writes in place to a value that both sides see"

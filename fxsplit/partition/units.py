@@ -94,18 +94,19 @@ def find_units(traced: Traced) -> list[Unit]:
     return [Unit(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
 
 
-def sequential_units(model: nn.Module, traced: Traced, units: Sequence[Unit]) -> list[Unit]:
-    """The units that `balance` counts: the children of an `nn.Sequential`, the graph's units otherwise."""
-    if not isinstance(model, nn.Sequential):
-        return list(units)
+def balance_starts(model: nn.Module, traced: Traced, units: Sequence[Unit]) -> list[int]:
+    """Where the things that `balance` counts begin: the children of an `nn.Sequential`, the graph's units otherwise.
+
+    A child that computes nothing begins where the next one does.
+    """
+    if type(model).forward is not nn.Sequential.forward:
+        return [unit.start for unit in units]
     nodes = compute_nodes(traced.graph)
-    merged: list[Unit] = []
-    for unit in units:
-        child, previous = (
-            traced.facts[nodes[i].name].child_call for i in (unit.start, max(unit.start - 1, 0))
-        )
-        if merged and child == previous:
-            merged[-1] = Unit(merged[-1].start, unit.end)
-        else:
-            merged.append(unit)
-    return merged
+    starts = [0]
+    for child in range(1, len(model)):  # type: ignore[arg-type]
+        calls = (i for i, node in enumerate(nodes) if traced.facts[node.name].child_call > child)
+        start = next(calls, len(nodes))
+        while start and nodes[start - 1].op == "get_attr":  # what it reads stands before it
+            start -= 1
+        starts.append(start)
+    return starts

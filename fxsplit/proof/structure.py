@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from ..compat import tree_leaves
 from ..errors import VerifyError
-from ..graph.code import StageModule
+from ..graph.code import StageModule, is_current
 from ..graph.ir import Program, Source, Stage, TensorSpec, Traced
 from ..graph.nodes import (
     compute_nodes,
@@ -376,7 +376,7 @@ def _one_home(model: nn.Module, traced: Traced, program: Program) -> Found:
 
 def _text(model: nn.Module, traced: Traced, program: Program) -> Found:
     for where, stage, module in _graphs(program):
-        if stage is not None and not (isinstance(module, StageModule) and module.is_current()):
+        if stage is not None and not (isinstance(module, StageModule) and is_current(module)):
             yield Violation(f"the text that {where} runs is not that of its graph")
 
 

@@ -316,7 +316,7 @@ def _asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]
 def _refuse_root(model: nn.Module) -> None:
     kind = type(model).__name__
     what, instead = None, None
-    if hasattr(model, "unsplit"):
+    if hasattr(type(model), "unsplit"):
         what, instead = "is a pipeline already", "compile pipe.unsplit()"
     elif hasattr(model, "_orig_mod"):
         what, instead = "was made by torch.compile", "compile the module that was given to torch.compile"

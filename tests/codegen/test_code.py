@@ -1,5 +1,6 @@
 """Generated code reads like the model, and means what the graph means."""
 
+import copy
 import linecache
 import operator
 import random
@@ -245,3 +246,40 @@ def test_a_deep_model_is_written_without_recursion():
     pipe = fxsplit.compile(model, fxsplit.Plan(stages=2), example_args=(x,))
     assert pipe.traced.front_end == "the value-carrying tracer"
     assert torch.equal(pipe(x), model(x))
+
+
+class Named(nn.Module):
+    """A tensor, or a layer, by a name of the caller's choice."""
+
+    def __init__(self, name, thing):
+        super().__init__()
+        setattr(self, name, thing)
+        self.name = name
+
+    def forward(self, x):
+        thing = getattr(self, self.name)
+        return thing(x * 2) if isinstance(thing, nn.Module) else x * 2 + thing
+
+
+OWN_NAMES = sorted(
+    name
+    for name in {*dir(StageModule), *dir(fxsplit.Pipeline), "text", "model", "self", "x", "torch", "program"}
+    if not name.startswith("_") and not hasattr(nn.Module(), name)
+)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "layer"])
+def test_no_name_of_ours_hides_one_of_the_models(kind, tmp_path):
+    x, wrong = torch.rand(4, 3), []
+    for name in OWN_NAMES:
+        model = Named(name, nn.Parameter(torch.ones(3)) if kind == "parameter" else nn.Linear(3, 3))
+        try:
+            pipe = fxsplit.compile(model, fxsplit.Plan(stages=1), example_args=(x,))
+            pipe.save_code(tmp_path / name)
+            again = fxsplit.load(tmp_path / name, model)
+            same = all(torch.equal(p(x), model(x)) for p in (pipe, again, copy.deepcopy(pipe)))
+            if not same or list(pipe.state_dict()) != list(model.state_dict()):
+                wrong.append(name)
+        except Exception as error:
+            wrong.append((name, error))
+    assert len(OWN_NAMES) > 40 and not wrong

@@ -145,7 +145,10 @@ CHANGES = {
     "a number": (lambda m: setattr(m.a, "tau", 2.0), "a.tau was 1.0, is 2.0"),
     "a number of another type": (lambda m: setattr(m.a, "tau", 1), "a.tau was 1.0, is 1"),
     "a field of a config": (lambda m: setattr(m.a.config, "scale", 3.0), "a.config.scale was 2.0, is 3.0"),
-    "a field inside of a config": (lambda m: setattr(m.a.config.inner, "power", 2), "a.config.inner.power was 1, is 2"),
+    "a field inside of a config": (
+        lambda m: setattr(m.a.config.inner, "power", 2),
+        "a.config.inner.power was 1, is 2",
+    ),
     "another config": (lambda m: setattr(m.b, "config", Config()), "b.config was"),
     "an item of a list": (
         lambda m: m.a.gains.__setitem__(1, 3.0),

@@ -34,7 +34,7 @@ def two():
     return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
 
 
-class Expected(Exception):
+class ExpectedError(Exception):
     pass
 
 
@@ -65,7 +65,7 @@ def raising(armed):
 
     def seen(x):
         if armed.is_set():
-            raise Expected
+            raise ExpectedError
 
     return Opaque(seen)
 
@@ -140,7 +140,7 @@ def test_checkpoint_mode(mode, recomputed):
 
 
 def test_checkpoint_mode_invalid():
-    with pytest.raises(ValueError, match="always.*except_last.*never"):
+    with pytest.raises(ValueError, match=r"always.*except_last.*never"):
         Plan(stages=1, checkpoint="INVALID_CHECKPOINT")
 
 
@@ -171,7 +171,9 @@ def test_checkpoint_non_float_input():
         def forward(self, pair):
             return pair[0] * 2
 
-    pipe = pipe_of(nn.Sequential(ForkNonFloat(), JoinNonFloat()), [1, 1], x=torch.rand(1), checkpoint="always")
+    pipe = pipe_of(
+        nn.Sequential(ForkNonFloat(), JoinNonFloat()), [1, 1], x=torch.rand(1), checkpoint="always"
+    )
     x = torch.rand(1, requires_grad=True)
     pipe(x).backward()
     assert x.grad.item() == 4
@@ -193,7 +195,7 @@ def test_exception():
     armed = threading.Event()
     pipe = pipe_of(nn.Sequential(raising(armed)), [1])
     armed.set()
-    with pytest.raises(Expected):
+    with pytest.raises(ExpectedError):
         pipe(torch.rand(2, 1))
     armed.clear()
     assert pipe(torch.rand(2, 1)).shape == (2, 1)
@@ -211,13 +213,13 @@ def test_exception_early_stop_asap():
     def fail(x):
         if armed.is_set():
             failed.set()
-            raise Expected
+            raise ExpectedError
 
     layers = [nn.Identity(), nn.Linear(1, 1), Opaque(count), Opaque(fail)]
     pipe = pipe_of(nn.Sequential(*layers), [2, 1, 1], 8)
     counted.clear()
     armed.set()
-    with pytest.raises(Expected):
+    with pytest.raises(ExpectedError):
         pipe(torch.rand(8, 1))
     assert 1 <= len(counted) < 8
 
@@ -227,7 +229,7 @@ def test_exception_no_hang():
     pipe = pipe_of(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), raising(armed)), [1, 1, 1], 3)
     armed.set()
     for _ in range(3):
-        with pytest.raises(Expected):
+        with pytest.raises(ExpectedError):
             pipe(torch.rand(3, 1))
 
 
@@ -378,7 +380,10 @@ def test_verify_module_non_sequential():
 def test_verify_module_duplicate_children():
     """Differs: a module may be used twice: one parameter, one gradient."""
     linear = nn.Linear(1, 1)
-    model, twin = nn.Sequential(linear, nn.ReLU(), linear), copy.deepcopy(nn.Sequential(linear, nn.ReLU(), linear))
+    model, twin = (
+        nn.Sequential(linear, nn.ReLU(), linear),
+        copy.deepcopy(nn.Sequential(linear, nn.ReLU(), linear)),
+    )
     x = torch.rand(2, 1)
     pipe_of(model, [2, 1])(x).sum().backward()
     twin(x).sum().backward()
