@@ -1,10 +1,12 @@
-"""Which line of the user's an error in a stage comes from."""
+"""Which line of the user's an error in a stage comes from, and what helps where there is no memory."""
 
 from __future__ import annotations
 
 import linecache
 import re
 import traceback
+
+import torch
 
 _BESIDE = re.compile(r"  # (?P<line>\S+:\d+)$")  # or, where that is too long, above
 _HEADING = re.compile(r"\s*# (?P<path>[^\s:]+)$")  # blocks.1, above
@@ -25,3 +27,14 @@ def users_line(error: BaseException) -> str:
             module = next((f" ({m['path']})" for m in map(_HEADING.match, reversed(text)) if m), "")
             found = f", at {line}{module}: {_BESIDE.sub('', text[-1]).strip()}" if line else ""
     return found
+
+
+def what_takes_less(error: BaseException) -> str:
+    """What to type where an error says that a device, or the host, has no memory left; empty if it says something else."""
+    full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    if not full:
+        return ""
+    return (
+        '; pipe.memory() says what is held. Less of it: more micro_batches=, checkpoint="always", '
+        'schedule="1f1b" with pipe.step, more stages, offload=True'
+    )

@@ -22,7 +22,7 @@ from ..replicas.meeting import Meetings
 from ..replicas.replicas import Replica
 from ..replicas.sums import OrderedSum
 from ..schedules.tape import Instruction, Tape
-from .blame import users_line
+from .blame import users_line, what_takes_less
 from .device import lanes_of
 from .events import Listener
 from .fetching import Fetching
@@ -286,5 +286,5 @@ class Call:
             f"fxsplit: in the {what.get(instruction.kind, 'backward')} of stage {stage.index} "
             f"({span or 'the model'}, on {self.device_of(instruction)}), "
             f"{replica}micro-batch {i} of {len(self.chunks)}{size}, "
-            f"action {instruction}{users_line(error)}"
+            f"action {instruction}{users_line(error)}{what_takes_less(error)}"
         )

@@ -495,3 +495,23 @@ def test_none_skip():
     x = torch.rand(10, 1, requires_grad=True)
     pipe_of(nn.Sequential(Give(), Take()), [1, 1], 5, x=x)(x).sum().backward()
     assert x.grad.mean() == 1
+
+
+# what their users were hurt by
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def test_out_of_memory(kind):
+    """There wrapped in another error, which `except OutOfMemoryError` misses; here itself, with what takes less."""
+    rows = []
+
+    def fill(x):
+        rows.append(len(x))
+        if len(x) > 2:
+            raise kind("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    pipe = pipe_of(nn.Sequential(nn.Linear(1, 1), Opaque(fill)), [1, 1], 2, x=torch.rand(2, 1))
+    with pytest.raises(kind) as caught:
+        pipe(torch.rand(8, 1))
+    assert "stage 1" in caught.value.__notes__[0] and "more micro_batches=" in caught.value.__notes__[0]
+    assert pipe(torch.rand(4, 1)).shape == (4, 1)
