@@ -19,7 +19,7 @@ from .batch.merge import Merge, Merges
 from .codegen.emit import generate
 from .compat import tree_leaves, tree_map
 from .compiled import Compiled, by_mode
-from .errors import ArgumentError, PartitionError, PlanError, ScheduleError
+from .errors import ArgumentError, PartitionError, PlanError, ScheduleError, pass_on_if_full
 from .graph.ir import Assignment, Program, Traced
 from .graph.moved import Example
 from .graph.nodes import is_within, output_values
@@ -187,7 +187,8 @@ def _runs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     with preserved(model, parameters=True), torch.no_grad():
         try:
             model.forward(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            pass_on_if_full(error)
             return False
     return True
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import torch
+
 
 class FxsplitError(Exception):
     """Base of all errors raised by fxsplit.
@@ -121,3 +123,14 @@ def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> st
 
 class RankError(FxsplitError, RuntimeError):
     """A rank of a pipeline over several processes has failed, does not answer, or was given something else."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def pass_on_if_full(error: Exception) -> None:
+    """Raise `error` as it is, where it says that there is no memory left: that is no fault of the model's."""
+    if is_out_of_memory(error):
+        raise error

@@ -11,7 +11,7 @@ from torch import nn
 from ..batch.dims import BatchDims
 from ..batch.merge import Merge, Total
 from ..compat import tree_leaves
-from ..errors import BatchError
+from ..errors import BatchError, pass_on_if_full
 from ..graph.effects import is_known
 from ..graph.ir import TensorSpec, Traced
 from ..graph.nodes import output_names, output_values
@@ -160,6 +160,7 @@ def _derivation(model: nn.Module, traced: Traced, probes: Sequence[Probe], dims:
             with preserved(model):
                 records.append(Recorder(traced.module).observe([x.detach().clone() for x in inputs]))
         except Exception as error:
+            pass_on_if_full(error)
             raise _does_not_run(error, dims) from error
     # What has run without values does the same with any: then what was recorded of a module that is kept whole says it all.
     without_values = any(x.is_meta for x in probe.inputs)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..compare import agree_each, difference, gradient_for, largest_of
 from ..compat import tree_leaves
-from ..errors import VerifyError
+from ..errors import VerifyError, pass_on_if_full
 from ..graph.ir import Traced
 from ..modules.state import others_draw, preserved, python_random_digest, state_tensors
 from .locate import first_other_module
@@ -61,6 +61,7 @@ def verify_numerics(
         try:
             expected = _outcome(model, inputs, run, parameters)
         except Exception as error:
+            pass_on_if_full(error)
             raise ModelFailsError(str(error)) from error
         found = _outcome(model if of is None else of, inputs, split, parameters)
         foreign = expected.pop(_FOREIGN)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..batch.dims import BatchDims
 from ..batch.merge import Merges, merged, sizes
-from ..errors import BatchError, GuardError, VerifyError
+from ..errors import BatchError, GuardError, VerifyError, pass_on_if_full
 from ..graph.ir import Traced
 from ..modules.state import preserved
 from .numerics import ModelFailsError, Run, verify_numerics
@@ -62,6 +62,7 @@ def _verify_size(
                 remedy=f"{remedy}; or compile with an example of {size} row{'s' * (size != 1)}",
             ) from error
     except Exception as error:
+        pass_on_if_full(error)
         if rows:
             raise BatchError(
                 f"the graph of {type(model).__name__} does not take {what}, which the plan makes of the example's "

@@ -6,7 +6,7 @@ import linecache
 import re
 import traceback
 
-import torch
+from ..errors import is_out_of_memory
 
 _BESIDE = re.compile(r"  # (?P<line>\S+:\d+)$")  # or, where that is too long, above
 _HEADING = re.compile(r"\s*# (?P<path>[^\s:]+)$")  # blocks.1, above
@@ -31,8 +31,7 @@ def users_line(error: BaseException) -> str:
 
 def what_takes_less(error: BaseException) -> str:
     """What to type where an error says that a device, or the host, has no memory left; empty if it says something else."""
-    full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-    if not full:
+    if not is_out_of_memory(error):
         return ""
     return (
         '; pipe.memory() says what is held. Less of it: more micro_batches=, checkpoint="always", '

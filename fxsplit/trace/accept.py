@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ..batch.dims import BatchDims
 from ..compat import Interpreter
-from ..errors import ModelError, TraceError, VerifyError
+from ..errors import ModelError, TraceError, VerifyError, pass_on_if_full
 from ..graph.ir import Traced
 from ..modules.state import preserved
 from ..passes import named
@@ -65,7 +65,8 @@ def holds_for_other_rows(
     other = [x if d is None else x.flip(d) for x, d in zip(inputs, dims.dims, strict=True)]
     try:
         verify_numerics(model, traced, lambda values: list(traced.module(*values)), other)
-    except Exception:
+    except Exception as error:
+        pass_on_if_full(error)
         return False
     return True
 
@@ -97,6 +98,7 @@ def _compare_other_batch(
     except VerifyError as error:
         raise VerifyError(f"with {rows} rows, {error.what}", where=error.where, remedy=error.remedy) from None
     except Exception as error:
+        pass_on_if_full(error)
         node = _stops_at(model, traced, inputs)
         fact = None if node is None else traced.facts.get(node.name)
         raise BakedInError(

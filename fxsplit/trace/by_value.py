@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import TreeSpec, transforms_left, tree_flatten
-from ..errors import TraceError
+from ..errors import TraceError, pass_on_if_full
 from ..graph.ir import Source
 from ..modules.attributes import attributes_of, changed_attributes, restore_attributes
 from ..modules.state import preserved
@@ -142,6 +142,7 @@ def _run(request: Request, forward: Any, tracer: ValueTracer) -> Capture:
         with transforms_left(), torch.set_grad_enabled(request.grad):
             graph = tracer.trace(call, request.leaves(), [a.placeholder for a in request.signature.arguments])
     except Exception as error:
+        pass_on_if_full(error)
         refuse_bad_example(request)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if any(p.is_meta for p in request.model.parameters()):

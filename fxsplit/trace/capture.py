@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import TreeSpec
-from ..errors import ArgumentError
+from ..errors import ArgumentError, pass_on_if_full
 from ..graph.nodes import is_within
 from ..graph.place import has_no_values
 from ..graph.signature import Signature
@@ -113,6 +113,7 @@ def refuse_bad_example(request: Request) -> None:
         try:
             request.model.forward(*args, **kwargs)
         except Exception as error:
+            pass_on_if_full(error)
             line = error_line(error)
             text = (str(error).splitlines() or [""])[0]
             if has_no_values(request.model) and ("meta" in text.lower() or "data-independent" in text):

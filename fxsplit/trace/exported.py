@@ -28,7 +28,7 @@ from ..compat import (
     tree_map,
     unflatten_outputs,
 )
-from ..errors import TraceError
+from ..errors import TraceError, pass_on_if_full
 from ..graph.ir import Source
 from ..graph.nodes import resolve
 from ..inserted.ops import guard
@@ -69,6 +69,7 @@ def _export(request: Request, *, strict: bool) -> Capture:
     except TraceError:
         raise
     except Exception as error:
+        pass_on_if_full(error)
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         raise TraceError(
             f"torch.export.export(strict={strict}) cannot capture {type(request.model).__name__}: "

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from ..compare import equal
 from ..compat import Interpreter, storage_key, tree_leaves, tree_map
+from ..errors import pass_on_if_full
 from ..graph import effects
 from ..graph.ir import NodeFacts, TensorSpec
 from ..graph.nodes import resolve
@@ -41,7 +42,8 @@ def find_facts(
             finder = _FactFinder(model, module, first_number=_OTHER_MODE if flip else 0)
             try:
                 finder.run(*(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs))
-            except Exception:
+            except Exception as error:
+                pass_on_if_full(error)
                 if not flip:
                     raise
                 return {name: _cautious(model, module, name, fact) for name, fact in found[0].items()}

@@ -13,7 +13,15 @@ from torch import fx, nn
 
 from ..batch.dims import BatchDims
 from ..compat import SYMBOLIC_SHAPES, load_quietly, transforms_left
-from ..errors import ArgumentError, FxsplitError, ModelError, TraceError, VerifyError, did_you_mean
+from ..errors import (
+    ArgumentError,
+    FxsplitError,
+    ModelError,
+    TraceError,
+    VerifyError,
+    did_you_mean,
+    pass_on_if_full,
+)
 from ..graph.assumptions import ASKS_FOR_GRAD
 from ..graph.code import write
 from ..graph.ir import NodeFacts, Traced
@@ -232,6 +240,7 @@ def _traced(request: Request, name: str, captures: Sequence[tuple[Capture, Modes
             module = run_under(graph, names, objects)
             facts = find_facts(model, module, request.inputs)
         except Exception as error:
+            pass_on_if_full(error)
             text = (str(error).splitlines() or [type(error).__name__])[0]
             raise TraceError(
                 f"the graph that {name} made of {type(model).__name__} does not run: {text}"

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..batch.dims import BatchDims
 from ..compat import Interpreter
-from ..errors import GuardError
+from ..errors import GuardError, pass_on_if_full
 from ..graph.ir import Traced
 from ..inserted.ops import guard
 from .capture import Capture
@@ -31,7 +31,8 @@ def refused_for_one_row(traced: Traced, row: Sequence[torch.Tensor]) -> list[int
     with torch.no_grad():
         try:
             runner.run(*(x.detach().clone() for x in row))
-        except Exception:  # more than a guard stands against it
+        except Exception as error:  # more than a guard stands against it
+            pass_on_if_full(error)
             return []
     return [i for i, node in enumerate(guards) if node in runner.refused]
 

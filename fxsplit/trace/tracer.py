@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import last_node, storage_key, transforms_left, tree_leaves
+from ..errors import pass_on_if_full
 from ..graph.assumptions import ASKED, global_hooks
 from ..inserted.ops import guard
 from ..modules.attributes import attributes_of, changed_attributes, restore_attributes
@@ -566,6 +567,7 @@ class ValueTracer(TorchFunctionMode):
             self._refuse_side_effects(module, before)
             return result
         except Exception as error:  # whatever the user's forward raises
+            pass_on_if_full(error)
             self.kept[path] = _reason(error)
             restore_attributes(module, before)
             self._rewind(mark, last)
