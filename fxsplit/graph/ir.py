@@ -154,6 +154,13 @@ class Traced:
         """The devices of the example: what is written in the graph as one of them follows the stage."""
         return frozenset(a.device for a in self.signature.arguments)
 
+    @property
+    def eps(self) -> float:
+        """Machine epsilon of the least precise type that anything is computed in, such as bfloat16 under autocast."""
+        specs = (leaf for fact in self.facts.values() for leaf in tree_leaves(fact.value))
+        kinds = {spec.dtype for spec in specs if isinstance(spec, TensorSpec)}
+        return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+
     def report(self) -> str:
         """How the model was captured, in a few lines."""
         words = " and ".join("train()" if mode else "eval()" for mode in self.modes)

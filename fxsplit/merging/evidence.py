@@ -12,9 +12,8 @@ from torch import nn
 from ..batch.dims import BatchDims
 from ..batch.merge import Merge, merged_one, split_gradients
 from ..compare import agree, gradient_for
-from ..compat import tree_leaves
 from ..errors import BatchError
-from ..graph.ir import TensorSpec, Traced
+from ..graph.ir import Traced
 from ..modules.state import preserved
 from .probes import Probe
 
@@ -124,14 +123,8 @@ def evidence_of(
         leaves.append([*parameters, *(x for x in own if x.requires_grad)])
     asked = [d for x, d in zip(probe.inputs, dims.dims, strict=True) if x.requires_grad]
     return Evidence(
-        outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws, writes, _coarsest(traced)
+        outputs[0], outputs[1:], leaves, asked, len(parameters), probe.rows, draws, writes, traced.eps
     )
-
-
-def _coarsest(traced: Traced) -> float:
-    specs = (leaf for fact in traced.facts.values() for leaf in tree_leaves(fact.value))
-    kinds = {spec.dtype for spec in specs if isinstance(spec, TensorSpec)}
-    return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
 
 
 def are_rows(whole: Any, parts: Sequence[Any], dim: int) -> bool:

@@ -34,7 +34,7 @@ from ..plan.hardware import Device
 from ..plan.plan import Plan
 from .equivalence import compare
 from .plans import compiled_under, odd_seconds, random_fields
-from .programs import Program, Recipe, Scaled, choices, random_recipe
+from .programs import Program, Recipe, RowsCache, Scaled, choices, random_recipe
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ def check(case: Case) -> str:
     return "equal"
 
 
-def _trains(model: Program, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> bool:
+def _trains(model: Program, args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """In-place writes may destroy what backward needs."""
     twin = copy.deepcopy(model)
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in args]
-    named = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in kwargs.items()}
     try:
         for mode in (True, False):
-            roots = [t for t in tree_leaves(twin.train(mode)(*inputs, **named)) if t.requires_grad]
+            output = twin.train(mode)(*inputs, **_named(kwargs, grad=True))
+            roots = [t for t in _tensors(output) if t.requires_grad]
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
     except (RuntimeError, ValueError):
@@ -167,7 +167,7 @@ def _trains(model: Program, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]
 
 
 def _compared(
-    case: Case, model: Program, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]
+    case: Case, model: Program, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Any]
 ) -> None:
     # Autograd rebuilds the graph of a view when its base was written to, at its next use: where it then adds the gradient
     # of a stale view is no fact of the program, and with three summands the rounding shows.
@@ -178,7 +178,7 @@ def _compared(
         raise NotEquivalentError(f"{name} differs: {how}", where=found.first)
 
 
-def _stepped(case: Case, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]) -> None:
+def _stepped(case: Case, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
     """A step gives the loss and the gradients of a call with the loss after it; those are compared with the model's."""
     if case.recipe.form == "loss":
         return
@@ -203,19 +203,29 @@ def _detached(args: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach() for x in args]
 
 
-def _named(kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.detach() for name, x in kwargs.items()}
+def _named(kwargs: Mapping[str, Any], grad: bool = False) -> dict[str, Any]:
+    return {
+        name: RowsCache(x.kept)
+        if isinstance(x, RowsCache)
+        else x.detach().clone().requires_grad_(grad and x.requires_grad)
+        for name, x in kwargs.items()
+    }
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves: list[Any] = tree_leaves(output)
+    return [t for leaf in leaves for t in (leaf.kept if isinstance(leaf, RowsCache) else [leaf])]
 
 
 def _loss(output: Any) -> Tensor:
     total = torch.zeros(())
-    for leaf in tree_leaves(output):
+    for leaf in _tensors(output):
         total = total + leaf.sigmoid().sum()
     return total
 
 
 def _changed(
-    case: Case, model: Program, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Tensor]
+    case: Case, model: Program, pipe: Pipeline, args: Sequence[Tensor], kwargs: Mapping[str, Any]
 ) -> None:
     """An attribute that is another one now is followed, or the call is refused."""
     if not case.recipe.has("scaled"):
@@ -260,6 +270,8 @@ def _less(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, recipe=dataclasses.replace(recipe, outputs=recipe.outputs[:1]))
     if recipe.inputs > 1:
         yield dataclasses.replace(case, recipe=dataclasses.replace(recipe, inputs=1))
+    if recipe.past:
+        yield dataclasses.replace(case, recipe=dataclasses.replace(recipe, past=False))
     if recipe.form != "tensor":
         yield dataclasses.replace(case, recipe=dataclasses.replace(recipe, form="tensor"))
     if any(case.grad):

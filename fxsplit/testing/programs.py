@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
-FORMS = ("tensor", "dict", "tuple", "loss")
+FORMS = ("tensor", "dict", "tuple", "loss", "cache")
 _T = TypeVar("_T")
 
 
@@ -43,8 +43,10 @@ class Recipe:
         steps: operation, and the numbers of its two operands among the values so far.
         outputs: numbers of the values that it returns, from the last one back.
         inputs: 1 to 3 tensors; the third one is given by its name.
-        form: how it returns them, of `FORMS`; with a ``"loss"`` there is the mean loss of rows that count beside them.
+        form: how it returns them, of `FORMS`; with a ``"loss"`` there is the mean loss of rows that count beside them,
+            with a ``"cache"`` what the steps have kept.
         seed: of its parameters.
+        past: it takes a cache too, which it adds to.
     """
 
     steps: tuple[tuple[str, int, int], ...]
@@ -52,6 +54,7 @@ class Recipe:
     inputs: int = 1
     form: str = "tensor"
     seed: int = 0
+    past: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -87,6 +90,7 @@ def random_recipe(choose: Choose, *, most: int = 8, inputs: int | None = None) -
         inputs or choose.randint(1, 3),
         choose.choice(FORMS),
         choose.randint(0, 100),
+        choose.choice((False, False, True)),
     )
 
 
@@ -104,18 +108,23 @@ class Program(nn.Module):
             made = (OPERATIONS[name].make for name, _, _ in recipe.steps)
             self.steps = nn.ModuleList(nn.Identity() if make is None else make() for make in made)
 
-    def forward(self, x: Tensor, y: Tensor | None = None, *, z: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *, z: Tensor | None = None, past: RowsCache | None = None
+    ) -> Any:
         """The values that the recipe returns, in its form."""
         values = [v * 1.0 for v in (x, y, z) if v is not None]
+        cache = RowsCache() if past is None else past
         for module, (name, i, j) in zip(self.steps, self.recipe.steps, strict=True):
             a, b = values[i % len(values)], values[j % len(values)]
-            values += OPERATIONS[name].run(self, module, a, b)
+            values += OPERATIONS[name].run(self, module, a, cache if name == "cached" else b)
         values.append(self.tied(values[-1]))
         picked = [values[-1 - k % len(values)] for k in self.recipe.outputs]
-        return self._as_said(picked, x)
+        return self._as_said(picked, x, cache)
 
-    def _as_said(self, picked: list[Tensor], x: Tensor) -> Any:
+    def _as_said(self, picked: list[Tensor], x: Tensor, cache: RowsCache) -> Any:
         form = self.recipe.form
+        if form == "cache":
+            return {"first": picked[0], "past": cache}
         if form == "loss":
             target = torch.where(x[:, 0] > -0.5, (x[:, 1] > 0).long(), -100)
             return {"loss": F.cross_entropy(picked[0], target, ignore_index=-100), "logits": picked[0]}
@@ -127,7 +136,7 @@ class Program(nn.Module):
 
     def example(
         self, rows: int, seed: int = 0, grad: Sequence[bool] = ()
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Arguments of one call."""
         generator = torch.Generator().manual_seed(seed)
         wanted = [*grad, False, False, False]
@@ -135,7 +144,10 @@ class Program(nn.Module):
             torch.randn(rows, WIDTH, generator=generator).requires_grad_(wanted[k])
             for k in range(self.recipe.inputs)
         ]
-        return tuple(made[:2]), {"z": made[2]} if len(made) == 3 else {}
+        named: dict[str, Any] = {"z": made[2]} if len(made) == 3 else {}
+        if self.recipe.past:
+            named["past"] = RowsCache([torch.randn(rows, 1, WIDTH, generator=generator)])
+        return tuple(made[:2]), named
 
 
 # -- what programs are made of ----------------------------------------------------------------------------------------
@@ -152,6 +164,34 @@ class Pack(nn.Module):
         """Input: (rows, `WIDTH`)."""
         y = self.lin(x)
         return {"a": y, "more": (y.sigmoid(), x)}
+
+
+class RowsCache:
+    """What the layers of a model have kept, as caches of keys and values do: one tensor for each layer."""
+
+    def __init__(self, kept: Sequence[Tensor] = ()) -> None:
+        self.kept = list(kept)
+
+    def update(self, value: Tensor) -> Tensor:
+        """Keep `value` (rows, `WIDTH`); all that was kept so far, (rows, so many, `WIDTH`)."""
+        before = self.kept[-1:]
+        self.kept.append(torch.cat([*before, value[:, None]], dim=1))
+        return self.kept[-1]
+
+
+class Cached(nn.Module):
+    """Attends to what the layers before it have kept, and keeps something itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: RowsCache) -> Tensor:
+        """Input and output: (rows, `WIDTH`)."""
+        kept = cache.update(self.lin(x))
+        weights = (kept @ x[:, :, None]).softmax(dim=1)
+        out: Tensor = (weights * kept).sum(dim=1)
+        return out
 
 
 class Branchy(nn.Module):
@@ -211,11 +251,11 @@ class Operation:
     """One kind of step.
 
     Attributes:
-        run: the program, the step's module, and two values → new values.
+        run: the program, the step's module, and two values → new values. (Of ``cached``: a value and the cache.)
         make: the step's module; None if it has none.
     """
 
-    run: Callable[[Program, nn.Module, Tensor, Tensor], list[Tensor]]
+    run: Callable[[Program, nn.Module, Tensor, Any], list[Tensor]]
     make: Callable[[], nn.Module] | None = None
 
 
@@ -293,6 +333,7 @@ OPERATIONS: dict[str, Operation] = {
     "unbind": Operation(lambda p, m, a, b: [torch.stack(a.unbind(1)[::-1], dim=1)]),
     "cat": Operation(lambda p, m, a, b: [torch.cat([a, b], dim=1)[:, 1 : WIDTH + 1]]),
     "pack": Operation(_packed, Pack),
+    "cached": Operation(lambda p, m, a, cache: [m(a, cache)], Cached),
     "counter": _module(Counter),
     "branchy": _module(Branchy),
     "scaled": _module(Scaled),
