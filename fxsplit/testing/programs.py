@@ -107,6 +107,7 @@ class Program(nn.Module):
             self.tied.weight = self.shared.weight
             made = (OPERATIONS[name].make for name, _, _ in recipe.steps)
             self.steps = nn.ModuleList(nn.Identity() if make is None else make() for make in made)
+            self.runs = tuple(OPERATIONS[name].run for name, _, _ in recipe.steps)
 
     def forward(
         self, x: Tensor, y: Tensor | None = None, *, z: Tensor | None = None, past: RowsCache | None = None
@@ -114,9 +115,9 @@ class Program(nn.Module):
         """The values that the recipe returns, in its form."""
         values = [v * 1.0 for v in (x, y, z) if v is not None]
         cache = RowsCache() if past is None else past
-        for module, (name, i, j) in zip(self.steps, self.recipe.steps, strict=True):
+        for module, run, (name, i, j) in zip(self.steps, self.runs, self.recipe.steps, strict=True):
             a, b = values[i % len(values)], values[j % len(values)]
-            values += OPERATIONS[name].run(self, module, a, cache if name == "cached" else b)
+            values += run(self, module, a, cache if name == "cached" else b)
         values.append(self.tied(values[-1]))
         picked = [values[-1 - k % len(values)] for k in self.recipe.outputs]
         return self._as_said(picked, x, cache)
