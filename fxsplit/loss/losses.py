@@ -240,7 +240,7 @@ def _nothing(output: Any) -> torch.Tensor:
 
 
 def _check_rows(merges: Sequence[Merge], reduction: Reduction, caller: Caller) -> None:
-    """The parts add up to the whole if the outputs are rows, or means of rows in a mean."""
+    """The parts add up to the whole if the outputs are rows, or means of rows in a mean, or sums of rows in a sum."""
     said = reduction.over == "said"
     for merge in merges:
         rows = merge.how == "rows" and (merge.dim == 0 or said)
@@ -250,7 +250,8 @@ def _check_rows(merges: Sequence[Merge], reduction: Reduction, caller: Caller) -
                 "the first micro-batch goes backward",
                 remedy=caller.whole,
             )
-        if not rows and not (merge == Merge("mean") and said and reduction.how == "mean"):
+        alike = said and merge in (Merge("mean"), Merge("sum")) and merge.how == reduction.how
+        if not rows and not alike:
             raise ArgumentError(
                 "an output is no tensor with a row for each of the batch in dimension 0, so the loss of the batch is not "
                 "the sum of those of micro-batches",

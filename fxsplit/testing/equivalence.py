@@ -124,9 +124,8 @@ def compare(
     inputs = split.traced.signature.flatten(args, kwargs)
     reference = _Reference(eager, split)
     if reference.whole and bound == "bit for bit":
-        near = (
-            8 * split.traced.eps
-        )  # a type that is less precise rounds a whole batch in another way than its parts
+        # A type that is less precise rounds a whole batch in another way than its parts.
+        near = 8 * split.traced.eps
         atol, rtol = (max(least, near) for least in _OF_SUMS)
         bound = f"within atol={atol:g}, rtol={rtol:g}, as sync_batch_norm=True sums in another order"
     with torch.random.fork_rng(devices=_accelerators(pipe)):

@@ -449,6 +449,39 @@ def test_a_weighted_mean_of_the_models_own_is_refused_before_anything_runs(sched
     torch.testing.assert_close(gpipe.step(x, labels, **call), model(x, labels))
 
 
+@pytest.mark.parametrize("said", ["sum", "mean"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_sum_of_the_models_own_over_what_counts(schedule, said):
+    """As transformers' `num_items_in_batch`: what the whole batch counts is an argument, so each part knows it."""
+
+    class Summed(OwnLoss):
+        def forward(self, x, labels, count):
+            logits = self.head(self.emb(x))
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+            return {"loss": loss / count, "logits": logits}
+
+    x = torch.randint(0, 9, (4, 5))
+    labels = x.clone()
+    labels[0, :3] = -100
+    count = (labels != -100).sum()
+    model = Summed()
+    pipe = fxsplit.compile(
+        model, fxsplit.Plan(cut=["head"], micro_batches=3, schedule=schedule), example_args=(x, labels, count)
+    )
+    call = {"loss_fn": lambda out: out["loss"], "reduction": said}
+    if said == "mean" and schedule != "gpipe":
+        with pytest.raises(ArgumentError, match="no tensor with a row for each"):
+            pipe.step(x, labels, count, **call)
+        return
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    expected = twin(x, labels, count)["loss"]
+    expected.backward()
+    torch.testing.assert_close(pipe.step(x, labels, count, **call), expected.detach())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_outputs_that_are_constants_and_losses_without_a_gradient(schedule):
     class Pair(nn.Module):
