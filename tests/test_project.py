@@ -72,14 +72,17 @@ def test_private_names_of_torch_live_in_one_module():
     [
         [],
         ["--checkpoint", "except_last", "--replicas", "2", "--micro-batches", "3"],
-        ["--schedule", "1f1b"],
+        ["--schedule", "gpipe", "--stages", "3"],
     ],
 )
-def test_demo(capsys, options):
+def test_demo(capsys, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["demo", "--seconds", "0.2", "--layers", "2", "--batch", "6", *options]) == 0
     shown = capsys.readouterr().out
+    assert (tmp_path / "fxsplit-demo.html").exists()
     for part in (
-        "stage 2 of 3",
+        "stage 2 of 3" if "3" in options and "gpipe" in options else "stage 1 of 2",
+        "of eager",
         "predicted bubble",
         "stage 1.0 │",
         "same-graph: holds",

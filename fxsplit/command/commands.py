@@ -75,17 +75,22 @@ def _seconds(text: str) -> float:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    demo.add_argument("--stages", type=int, default=3)
-    demo.add_argument("--micro-batches", type=int, default=4)
-    demo.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    demo.add_argument("--stages", type=int, default=2, help="(default: 2)")
+    demo.add_argument("--micro-batches", type=int, default=8, help="(default: 8)")
+    demo.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     demo.add_argument("--workers", type=int, help="that share the stages, for schedules with several on each")
     demo.add_argument("--checkpoint", choices=CHECKPOINTS, default="never")
     demo.add_argument("--replicas", type=int, default=1, help="workers for each stage (default: 1)")
-    demo.add_argument("--cost", choices=COSTS, default="params", help="what the automatic cut balances")
+    demo.add_argument("--cost", choices=COSTS, default="flops", help="what the automatic cut balances")
     demo.add_argument("--devices", help="one device, or one for each stage: cuda:0,cuda:1 (default: cpu)")
-    demo.add_argument("--batch", type=int, default=16, help="rows of 64 characters in a step (default: 16)")
+    demo.add_argument("--batch", type=int, default=32, help="rows of 64 characters in a step (default: 32)")
     demo.add_argument("--layers", type=int, default=6, help="blocks of the GPT (default: 6)")
-    demo.add_argument("--timeline", metavar="FILE", help="write a step as a page (.html) or trace (.json)")
+    demo.add_argument(
+        "--timeline",
+        metavar="FILE",
+        default="fxsplit-demo.html",
+        help="where a step is drawn: a page (.html) or a trace (.json) (default: fxsplit-demo.html)",
+    )
     demo.add_argument("--seconds", type=_seconds, default=8.0, help="how long to train (default: 8)")
     demo.set_defaults(run=_demo)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from importlib import resources
 
 import torch
 import torch.nn.functional as F
+from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..compiler import compile
@@ -17,14 +19,14 @@ from ..pipeline import Pipeline
 from ..plan.plan import Plan
 from .gpt import GPT
 
-CONTEXT = 64
+CONTEXT, WIDTH = 64, 192
 Say = Callable[[str], None]
 
 
 def run_demo(
     plan: Plan,
     *,
-    batch: int = 16,
+    batch: int = 32,
     seconds: float = 8.0,
     layers: int = 6,
     timeline: str | None = None,
@@ -44,7 +46,7 @@ def run_demo(
     letters = sorted(set(text))
     codes = torch.tensor([letters.index(c) for c in text])
     torch.manual_seed(0)
-    eager = GPT(len(letters), layers=layers, context=CONTEXT)
+    eager = GPT(len(letters), width=WIDTH, layers=layers, context=CONTEXT)
     split_model = copy.deepcopy(eager)
     characters, following = _batch(codes, batch)
 
@@ -68,7 +70,7 @@ def run_demo(
             for _ in range(2):
                 pipe.step(characters, target=following, loss_fn=_loss, reduction="mean")
         recorded.save(timeline)
-        say(str(recorded))
+        say(f"{recorded}\n\nopen {timeline} in a browser: who computed what when, and who waited")
     _headline(
         say, f"Training for {seconds:g} s: eager and split on the same micro-batches of the same batches"
     )
@@ -77,24 +79,26 @@ def run_demo(
 
 def _train(eager: nn.Module, pipe: Pipeline, codes: Tensor, batch: int, seconds: float, say: Say) -> float:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (eager, pipe)]
-    spent = {"eager": 0.0, "split": 0.0}
+    spent: dict[str, list[float]] = {"eager": [], "threads": [], "split": []}
     losses: list[tuple[Tensor, Tensor]] = []
     deadline, total = time.perf_counter() + seconds, seconds
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same kernels on both sides
     try:
         while not losses or time.perf_counter() < deadline:
             characters, following = _batch(codes, batch)
+            spent["threads"].append(_whole_step(eager, characters, following))
+            torch.set_num_threads(1)  # from here on the same kernels on both sides
             for optimizer in optimizers:
                 optimizer.zero_grad()
             began = time.perf_counter()
             expected = _eager_step(eager, pipe, characters, following)
             between = time.perf_counter()
             loss = pipe.step(characters, target=following, loss_fn=_loss, reduction="mean")
-            spent["eager"] += between - began
-            spent["split"] += time.perf_counter() - between
+            spent["eager"].append(between - began)
+            spent["split"].append(time.perf_counter() - between)
             for optimizer in optimizers:
                 optimizer.step()
+            torch.set_num_threads(before)
             losses.append((expected, loss))
             _progress(1 - (deadline - time.perf_counter()) / total, len(losses), expected, loss)
     finally:
@@ -107,12 +111,35 @@ def _train(eager: nn.Module, pipe: Pipeline, codes: Tensor, batch: int, seconds:
         (p - q).abs().max().item() for p, q in zip(eager.parameters(), pipe.parameters(), strict=True)
     )
     say(f"{steps} steps; loss {losses[0][0].item():.4f} → {losses[-1][0].item():.4f}")
-    say(
-        f"one intra-op thread a worker: eager {spent['eager'] / steps * 1e3:.1f} ms a step, split "
-        f"{spent['split'] / steps * 1e3:.1f} ms ({spent['split'] / spent['eager']:.2f} of eager)"
-    )
-    say(f"losses at most {apart:.3g} apart, weights at most {weights:.3g} apart after {steps} steps")
+    say(f"losses at most {apart:.3g} apart, weights at most {weights:.3g} apart after {steps} steps\n")
+    say(_times(spent, pipe, batch, before))
     return weights
+
+
+def _times(spent: dict[str, list[float]], pipe: Pipeline, batch: int, threads: int) -> str:
+    """Medians of a step. The first step starts threads, and is left out where there are others."""
+    medians = {name: statistics.median(times[1:] or times) for name, times in spent.items()}
+    workers = len(pipe.tape.workers)
+    micro_batches = min(pipe.plan.micro_batches, batch)
+    least = (micro_batches + workers - 1) / (micro_batches * workers)
+    rows = [
+        ("eager, one thread, micro-batch after micro-batch", medians["eager"], ""),
+        (f"eager, {threads} threads, the whole batch at once", medians["threads"], ""),
+        (
+            f"split, {workers} workers with a thread each",
+            medians["split"],
+            f"{workers} equal stages and {micro_batches} micro-batches: {least:.2f} at best",
+        ),
+    ]
+    ratios = [(name, f"{s * 1e3:.0f} ms", f"{s / medians['eager']:.2f}", note) for name, s, note in rows]
+    return tabulate(ratios, headers=["a step, in the same rounds", "median", "of eager", ""])
+
+
+def _whole_step(model: nn.Module, characters: Tensor, following: Tensor) -> float:
+    """Seconds of a step as one writes it first. Its gradients are thrown away."""
+    began = time.perf_counter()
+    torch.autograd.backward(_loss(model(characters), following))
+    return time.perf_counter() - began
 
 
 def _eager_step(model: nn.Module, pipe: Pipeline, characters: Tensor, following: Tensor) -> Tensor:
