@@ -2,9 +2,29 @@
 
 project = "fxsplit"
 author = "The fxsplit authors"
+html_title = "fxsplit"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme = "furo"
-autodoc_typehints = "description"
-default_role = "code"
 exclude_patterns = ["_build"]
-nitpicky = False
+default_role = "code"
+html_theme = "furo"
+html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+myst_heading_anchors = 3  # a link to errors.md#guarderror works here as it does in the repository
+
+# Types stand beside the parameters that have a text, and nowhere else: not in the signature, not in lists of their own.
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+napoleon_custom_sections = [
+    (title, "params_style") for title in ("Where to cut", "How to weigh", "Where to place", "How to run")
+]
+napoleon_use_ivar = True  # attributes of a class are a list, and no entries of their own
+
+# Every reference has to lead somewhere, but for the classes of others and those that are no part of the reference.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:class", r"(torch|nn|os|collections|pathlib)\..*"),
+    ("py:class", r"(LossFn|Compiled|Kept|DeviceMesh)"),
+    ("py:class", r"fxsplit\.(simulation|schedules|compiled|weights|plan|graph|memory)\..*"),
+]

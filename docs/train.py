@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 4 --max-restarts 3 docs/train.py CHECKPOINTS"""
+"""torchrun --nproc-per-node 4 --max-restarts 3 train.py CHECKPOINTS"""
 
 import sys
 

@@ -323,7 +323,9 @@ class Preview:
     """A plan for a model, before anything is made of it.
 
     Attributes:
-        plan, traced, assignment: as of a `Pipeline`.
+        plan: as of a `Pipeline`.
+        traced: the same.
+        assignment: the same.
         text: the stage table; what the preview prints as.
     """
 

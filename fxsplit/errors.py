@@ -1,13 +1,16 @@
 """Every exception that a user of fxsplit can meet.
 
 Each message has three parts: what is wrong, where (module path and the user's ``file:line``), and what to
-type instead. Each class also inherits the builtin that a caller would naturally catch.
+type instead. Its last line names the command that prints the section of ``errors.md`` on its class. Each class also
+inherits the builtin that a caller would naturally catch.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -28,6 +31,8 @@ class FxsplitError(Exception):
             parts.append(f"  where: {where}")
         if remedy:
             parts.append(f"  instead: {remedy}")
+        documented = next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)
+        parts.append(f"  more: fxsplit explain {documented}")
         super().__init__("\n".join(parts))
 
 
@@ -134,3 +139,10 @@ def pass_on_if_full(error: Exception) -> None:
     """Raise `error` as it is, where it says that there is no memory left: that is no fault of the model's."""
     if is_out_of_memory(error):
         raise error
+
+
+def sections() -> dict[str, str]:
+    """name of a class of this module → what the documentation says of it."""
+    text = Path(__file__).with_name("errors.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0].strip(): part.partition("\n")[2].strip() for part in parts}

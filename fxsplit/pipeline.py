@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
         plan: as it was asked for.
         compiled: mode → what the compiler made for it, ``True`` for train(). One for both, unless the model takes another
             path in eval(); a mode in which the example could not be run is not there.
-        traced, assignment, program, stages, dims, merges: those of the mode in which it was compiled.
+        traced: the graph, of the mode in which it was compiled. So are `assignment`, `program`, `stages`, `dims` and `merges`.
         example: the flat example inputs.
         passes: what the compiler did, in the order in which each ended, with what it made; none of a copy or a loaded one.
     """

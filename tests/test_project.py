@@ -111,48 +111,8 @@ def readme_blocks():
     return re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
 
 
-def test_readme_blocks_run_and_print_what_they_say(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "readme"}
-    blocks = readme_blocks()
-    file = tmp_path / "readme.py"
-    for i, (language, block) in enumerate(blocks):
-        if language == "python":
-            file.write_text(block)
-            exec(compile(block, str(file), "exec"), namespace)
-            printed = capsys.readouterr().out
-            if i + 1 < len(blocks) and blocks[i + 1][0] == "text":
-                assert printed.strip() == blocks[i + 1][1].strip()
-    assert any(language == "python" for language, _ in blocks)
-
-
 def test_readme_commands_are_those_of_ci():
     commands = [block.strip() for language, block in readme_blocks() if language == "sh"]
     ci = (ROOT / ".ci" / "run").read_text()
     assert len(commands) >= 2
     assert "README.md" in ci
-
-
-def test_blocks_for_those_who_come_from_another_system_run():
-    """In each section a block of theirs, which begins with a comment that says whose it is, and then blocks of ours."""
-    text = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    namespace = {"__name__": "coming_from"}
-    for number, section in enumerate(text.split("\n## ")):
-        blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-        theirs = [block for block in blocks if block.startswith("# with ")]
-        assert len(blocks) > len(theirs) >= (number > 0), section[:40]
-        assert number == 0 or ("\n| " in section and blocks[0] in theirs), section[:40]
-        for block in blocks:
-            code = compile(block, f"coming_from, section {number}", "exec")
-            if block not in theirs:
-                exec(code, namespace)
-
-
-def test_the_page_of_models_that_do_not_fit_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "too_big.md").read_text(encoding="utf-8")
-    namespace = {"__name__": "too_big"}
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "too_big.md", "exec"), namespace)

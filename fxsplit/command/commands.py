@@ -18,7 +18,8 @@ from ..plan.plan import Plan
 from ..schedules.catalog import NAMES as SCHEDULES
 from ..schedules.catalog import SHARED, usual_workers
 from .compiling import add_check, add_profile, add_show
-from .planning import add_explain, add_plan, add_simulate
+from .explaining import add_explain
+from .planning import add_plan, add_simulate
 
 _FINE, _MISTAKE, _INTERRUPTED, _NOBODY_READS = 0, 2, 130, 141
 
@@ -125,5 +126,5 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "check": (add_check, "compile a model under a plan and prove that the split is the model: for CI"),
     "simulate": (add_simulate, "print what a step would take in many ways, the best marked"),
     "profile": (add_profile, "run steps under a plan, and compare them with what is predicted"),
-    "explain": (add_explain, "say what a saved plan says"),
+    "explain": (add_explain, "say what a saved plan says, or what an error means"),
 }

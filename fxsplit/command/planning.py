@@ -1,10 +1,9 @@
-"""Commands that run nothing: plan, simulate, explain."""
+"""Commands that run nothing: plan and simulate."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from typing import Any
 
 from ..batch.dims import BatchDims
@@ -15,8 +14,6 @@ from ..plan.hardware import Device
 from ..plan.plan import Plan
 from ..schedules.catalog import IN_V, SHARED, usual_workers
 from ..schedules.catalog import NAMES as SCHEDULES
-from ..schedules.lower import Flow, lower
-from ..schedules.simulate import staircase
 from ..simulation.costs import StageCosts
 from ..simulation.simulate import Simulation, simulate
 from . import model as models
@@ -265,31 +262,3 @@ def _simulate(given: argparse.Namespace) -> None:
         )
     else:
         print(dataclasses.replace(found, rows=found.rows[: given.top]))
-
-
-# -- explain ----------------------------------------------------------------------------------------------------------
-
-
-def add_explain(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
-    parser.add_argument("file", metavar="PLAN.json")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_explain)
-
-
-def _explain(given: argparse.Namespace) -> None:
-    """What the plan says, field by field, and its schedule as a staircase."""
-    plan = Plan.load(os.fspath(given.file))
-    usual = {field.name: field.default for field in dataclasses.fields(Plan)}
-    rows = [(name, getattr(plan, name)) for name in options.OPTIONS if getattr(plan, name) != usual[name]]
-    stages = plan.stage_count()
-    schedule = plan.schedule_for(stages, plan.micro_batches) if stages and plan.replicas != "auto" else None
-    if given.json:
-        print_json({"plan": plan.to_dict(), "schedule": str(schedule) if schedule else None})
-        return
-    print(plan)
-    for name, value in rows:
-        print(f"  {name} = {value!r}: {options.OPTIONS[name].help}")
-    if schedule is not None and stages is not None:
-        chain = Flow(stages, [(i, i + 1) for i in range(stages - 1)], outputs=frozenset({stages - 1}))
-        print(f"\n{staircase(lower(schedule, chain, loss=not schedule.forward_first))}")

@@ -117,8 +117,12 @@ class Assumptions:
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more numbers, flags and texts"]
         if others:
-            lines.append("and " + ", ".join(f"{n} {word}" for word, n in sorted(others.items())))
+            counted = ", ".join(f"{n} {word}" for word, n in sorted(others.items()))
+            lines.append(f"and {counted}" if lines else counted)
         return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

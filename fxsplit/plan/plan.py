@@ -29,9 +29,9 @@ ANOMALIES = ("nan", "inf")
 class Plan:
     """How a model is cut, placed and run. Frozen, validated on construction, and equal by value.
 
-    Where to cut (exactly one; the default is one stage):
+    At most one field says where to cut; the default is one stage. Those that say how to weigh go with `stages`.
 
-    Args:
+    Where to cut:
         stages: number of stages, cut automatically so that the heaviest is as light as possible.
         balance: units per stage, such as ``[2, 2]``. Units of an `nn.Sequential` are its children; of any
             other model, the smallest groups of graph nodes that may be cut apart, in program order.
@@ -44,9 +44,7 @@ class Plan:
             (the heaviest device is as light as possible), ``"balanced_low_0"`` (as little as possible on the
             first device), ``"sequential"`` (each device is filled before the next).
 
-    How to weigh (with `stages`):
-
-    Args:
+    How to weigh:
         cost: what the load of a stage is: ``"params"`` (bytes of parameters), ``"memory"`` (those with gradients and
             optimizer states, and what is kept for backward where nothing is recomputed), ``"flops"`` (floating point operations of forward
             and backward), ``"roofline"`` (seconds on the described `hardware`: the larger of FLOPs by its rate and
@@ -62,8 +60,6 @@ class Plan:
         effort: ``"normal"``, or ``"search"`` to move units between stages beyond the orders that are tried.
 
     Where to place:
-
-    Args:
         devices: one device for all stages, or a list with one for each stage, or with a row of devices for each
             stage, one for each of its replicas: ``[["cuda:0", "cuda:1"], ["cuda:2"]]``; not together with
             `device_map`. Default: the device that the model is on.
@@ -78,8 +74,6 @@ class Plan:
         no_split_module_classes: modules that a word does not spread over devices: names of classes, or classes.
 
     How to run:
-
-    Args:
         micro_batches: the number of micro-batches that a batch is split into, at most. Default: so many that all
             replicas of a stage get equally many, and at least one (their least common multiple; with ``"auto"`` the
             number of devices).

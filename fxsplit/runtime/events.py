@@ -26,7 +26,8 @@ class ActionEvent:
         action: what; ``str(event.action)`` is such as ``2F0``.
         device: of the stage.
         worker: name of the thread.
-        begin, end: seconds of `time.perf_counter`.
+        begin: seconds of `time.perf_counter`.
+        end: the same.
     """
 
     action: Action
@@ -49,7 +50,8 @@ class Played:
         tape: that of the whole call.
         device: of the stage.
         thread: name of it.
-        begin, end: seconds of `time.perf_counter`.
+        begin: seconds of `time.perf_counter`.
+        end: the same.
     """
 
     call: int

@@ -180,13 +180,9 @@ def source(stage: Stage) -> str:
         body = "".join(f"    {line}\n" if line else "\n" for line in text.code.splitlines())
         classes.append("\n".join(lines) + "\n\n" + body)
     ordered = sorted(imports, key=lambda line: (not line.startswith("import"), line))
-    summary = "\n".join(line.removeprefix("# ") for line in stage.header.splitlines())
-    return (
-        f'"""{summary.splitlines()[0]}\n\n{summary}\n"""\n\n'
-        + "\n".join(ordered)
-        + "\n\n\n"
-        + "\n\n".join(classes)
-    )
+    first, *more = (line.removeprefix("# ") for line in stage.header.splitlines())
+    summary = "\n".join(more)
+    return f'"""{first}\n\n{summary}\n"""\n\n' + "\n".join(ordered) + "\n\n\n" + "\n\n".join(classes)
 
 
 def _class_name(stage: Stage, region: str) -> str:

@@ -41,8 +41,9 @@ class Profile:
         own: from the end of an instruction to the beginning of the next one of its worker.
         wake: from the end of an instruction to the beginning of one of another worker that waits for it.
         loss: of a micro-batch, where the schedule has it inside.
-        head, middle, tail: before the first instruction of a step; between forward and backward, with the loss of the
-            merged output, where it is outside; and after the last instruction.
+        head: before the first instruction of a step.
+        middle: between forward and backward, with the loss of the merged output, where it is outside.
+        tail: after the last instruction.
         predictions: of each step whose instructions were timed, by their means in it: `head`, the simulated schedule,
             `middle` and `tail`.
         steps: what the steps took that came right after those.
@@ -72,7 +73,7 @@ class Profile:
 
     @property
     def ratio(self) -> float:
-        """What was predicted as a part of what was measured right after: the median."""
+        """What was predicted as a part of what was measured right after, the median."""
         return statistics.median(self._ratios())
 
     @property

@@ -25,7 +25,8 @@ class Event:
         instruction: what; ``str(event)`` is such as ``2F0``, and ``2L0`` for a loss.
         worker: whose, such as ``"stage 2.0"``.
         device: of the stage.
-        begin, end: seconds since the recording began; of a simulated step without costs, units.
+        begin: seconds since the recording began; of a simulated step without costs, units.
+        end: the same.
     """
 
     instruction: Instruction
@@ -36,7 +37,7 @@ class Event:
 
     @property
     def kind(self) -> Kind:
-        """``"forward"``, ``"loss"``, ``"backward"``, or one of its halves: ``"inputs"``, ``"weights"``."""
+        """``"forward"``, ``"loss"``, ``"backward"``, or one of its halves, ``"inputs"`` and ``"weights"``."""
         return self.instruction.kind
 
     @property
@@ -66,7 +67,8 @@ class Wait:
         worker: whose.
         before: what is played after it.
         needed: what it waited for.
-        begin, end: seconds, as of an `Event`.
+        begin: seconds, as of an `Event`.
+        end: the same.
     """
 
     worker: str
@@ -146,7 +148,7 @@ class Step:
 
     @cached_property
     def outside(self) -> tuple[float, float] | None:
-        """When the caller had it, between the forwards and the backwards: for a loss outside of the schedule."""
+        """When the caller had it, between the forwards and the backwards, for a loss outside of the schedule."""
         ahead = [e.end for e in self.events if e.instruction.is_forward or e.kind == "loss"]
         behind = [e.begin for e in self.events if not (e.instruction.is_forward or e.kind == "loss")]
         between = (max(ahead), min(behind)) if ahead and behind else (0.0, 0.0)
@@ -154,7 +156,7 @@ class Step:
 
     @cached_property
     def predicted(self) -> Step | None:
-        """The same step as the plan has it: the loads of its stages, scaled so that all workers compute as long.
+        """The same step as the plan has it, with the loads of its stages, scaled so that all workers compute as long.
 
         None of a simulated step, and of the part of a step that one of several ranks plays: it waits for what others do.
         """

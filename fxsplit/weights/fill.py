@@ -163,7 +163,9 @@ class _Problems:
         self.missing: list[str] = []
         self.unknown: list[str] = []
         self.others: list[str] = []
-        self.types: set[torch.dtype] = set()
+        self.types: set[torch.dtype | None] = (
+            set()
+        )  # to which the model would be converted; None for other sizes
 
     def check(self, model: nn.Module, source: Source) -> None:
         """Raise if there is any."""
@@ -186,8 +188,9 @@ class _Problems:
             prefix = _prefix(a, b)
             if prefix:
                 return text.format(prefix) + ", with checkpoint a state_dict"
-        if len(self.types) == 1:
-            return f"model.to({next(iter(self.types))}) before it is compiled, or a checkpoint of the model's type"
+        types = list(self.types)
+        if len(types) == 1 and types[0] is not None:
+            return f"model.to({types[0]}) before it is compiled, or a checkpoint of the model's type"
         if self.missing and not self.unknown and not self.others:
             return (
                 "a source that has them; for what no checkpoint holds, make the model with buffers that have values "
@@ -245,7 +248,7 @@ def _compare(slot: _Slot, name: str, given: Shape, problems: _Problems) -> None:
         if given.sizes == wanted.sizes:
             problems.types.add(given.dtype)
             return
-        problems.types.add(torch.bool)  # no conversion would help
+        problems.types.add(None)
 
 
 def _read(slot: _Slot, names: Sequence[str], source: Source, problems: _Problems) -> torch.Tensor | None:

@@ -234,6 +234,13 @@ def test_explain(run, tmp_path):
     assert json.loads(said(run, "explain", tmp_path / "plan.json", "--json"))["plan"]["stages"] == 2
 
 
+@pytest.mark.parametrize("name", ["GuardError", "fxsplit.errors.GuardError"])
+def test_explain_an_error(run, name):
+    out = said(run, "explain", name)
+    assert out.startswith("GuardError\n") and "What to do" in out
+    assert json.loads(said(run, "explain", name, "--json"))["error"] == "GuardError"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--version"])
@@ -307,6 +314,7 @@ def test_the_best_plan_fits(run, tmp_path):
         (["show", f"{ZOO}:small", "--stage", "7"], ["pipe[7]"]),
         (["show", f"{ZOO}:small", "--plan", "none.json"], ["No such file"]),
         (["explain", "none.json"], ["No such file"]),
+        (["explain", "GardError"], ["no error 'GardError'", "did you mean 'GuardError'"]),
         (["simulate", f"{ZOO}:small", "--stages", "9"], ["units that can be cut apart"]),
         (["simulate", f"{ZOO}:small", "--stages", ","], ["--stages"]),
         (["simulate", f"{ZOO}:small", "--memory", "lots"], ["lots"]),
@@ -318,7 +326,7 @@ def test_the_best_plan_fits(run, tmp_path):
 def test_mistakes(run, words, parts):
     status, out, err = run(*words)
     assert (status, out) == (2, "")
-    assert len(err.splitlines()) <= 3 and "Traceback" not in err
+    assert len(err.splitlines()) <= 4 and "Traceback" not in err
     for part in parts:
         assert part in err
 
