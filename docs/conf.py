@@ -3,6 +3,7 @@
 project = "fxsplit"
 author = "The fxsplit authors"
 html_title = "fxsplit"
+html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 default_role = "code"

@@ -116,6 +116,10 @@ class WeightsError(FxsplitError, ValueError):
     """Weights cannot be read, or do not fit the model; nothing has been loaded then."""
 
 
+class RankError(FxsplitError, RuntimeError):
+    """A rank of a pipeline over several processes has failed, does not answer, or was given something else."""
+
+
 def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> str:
     """A remedy that names the entries of `known` nearest to `word`, or the first few of them."""
     names = sorted(set(known))
@@ -124,10 +128,6 @@ def did_you_mean(word: str, known: Iterable[str], *, label: str = "known") -> st
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     shown = ", ".join(repr(name) for name in names[:8])
     return f"{label}: {shown}{', …' if len(names) > 8 else ''}" if names else f"there are no {label} names"
-
-
-class RankError(FxsplitError, RuntimeError):
-    """A rank of a pipeline over several processes has failed, does not answer, or was given something else."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

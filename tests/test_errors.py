@@ -1,6 +1,7 @@
 """Bad input ends in an error of `fxsplit.errors` that says what, where and what to type; nothing has changed."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ CASES = {
     "branch at the root": (
         lambda: (Branch(), {}, (x(),)),
         errors.TraceError,
-        ["test_errors.py:25", "submodule", "torch.where"],
+        ["test_errors.py:26", "submodule", "torch.where"],
     ),
     "returns an unknown class": (
         lambda: (ReturnsOpaque(), {}, (x(),)),
@@ -267,3 +268,40 @@ def test_every_error_is_also_the_builtin_that_a_caller_would_catch():
             assert issubclass(kind, ValueError | TypeError | RuntimeError | AttributeError), kind
             assert kind.__doc__
     assert copy.copy(errors.PlanError("a", where="b")).where == "b"
+
+
+CLASSES = {
+    name: c for name, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.FxsplitError)
+}
+NOT_RUN = {
+    "FxsplitError",
+    "WorkerError",
+}  # the base; and one that ends a thread, in tests/runtime/test_faults.py
+
+
+def test_each_class_has_a_section_and_its_docstring():
+    assert list(errors.sections()) == list(CLASSES)
+    assert all(c.__doc__ for c in CLASSES.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in NOT_RUN])
+def test_the_example_of_a_section_ends_in_its_class(name):
+    """That it does is run by tests/docs."""
+    text = errors.sections()[name]
+    assert re.search(
+        rf"^```python\n(?!# not run).*?^```\n\n```output\n{name}: ", text, re.DOTALL | re.MULTILINE
+    )
+    assert f"  more: fxsplit explain {name}\n```" in text
+    assert "**What to do.**" in text
+
+
+def test_a_message_ends_in_the_command_that_explains_it():
+    class OfMine(errors.GuardError):
+        pass
+
+    assert str(OfMine("what", where="where", remedy="remedy")).splitlines() == [
+        "what",
+        "  where: where",
+        "  instead: remedy",
+        "  more: fxsplit explain GuardError",
+    ]

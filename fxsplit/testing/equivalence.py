@@ -20,6 +20,7 @@ from ..graph.nodes import first_difference, structure
 from ..graph.place import has_no_values
 from ..inserted.random import draw_base_seed
 from ..pipeline import Pipeline
+from ..runtime.worker import using
 from .locate import located
 from .masks import Draws, Masks, drawn_in
 
@@ -82,7 +83,8 @@ def assert_equivalent(
 
     The model's gradients are accumulated in that order. Both run on deep copies, so neither is changed, and from the same
     random state. With several micro-batches the model is given the random numbers that the pipeline's stages draw, draw by
-    draw, so that masks of dropout are the same, too.
+    draw, so that masks of dropout are the same, too. Both use the plan's `threads` inside of an operation, or one: with
+    another number kernels round in another way.
 
     Args:
         args, kwargs: the model's.
@@ -128,7 +130,8 @@ def compare(
         near = 8 * split.traced.eps
         atol, rtol = (max(least, near) for least in _OF_SUMS)
         bound = f"within atol={atol:g}, rtol={rtol:g}, as sync_batch_norm=True sums in another order"
-    with torch.random.fork_rng(devices=_accelerators(pipe)):
+    # With another number of threads kernels add up in another order: so many for the model and for each worker.
+    with using(pipe.plan.threads or 1), torch.random.fork_rng(devices=_accelerators(pipe)):
         state = torch.get_rng_state()
         found = _run_split(split, inputs)
         torch.set_rng_state(state)

@@ -257,3 +257,19 @@ def test_arguments():
         bare = Model()
     with pytest.raises(ArgumentError, match="meta"):
         assert_equivalent(bare, pipe, X)
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"micro_batches": 1}, {"stages": 1}, {"threads": 2}, {"threads": 1, "stages": 1}], ids=str
+)
+def test_the_model_computes_with_as_many_threads_as_a_worker(plan):
+    """A layer of which the kernel depends on their number, whatever the caller's is."""
+    torch.set_num_threads(2)
+    try:
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        x = torch.randn(9, 8)
+        pipe = fxsplit.compile(model, Plan(**{"stages": 2, "micro_batches": 2, **plan}), example_args=(x,))
+        assert_equivalent(model, pipe, x)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)

@@ -170,7 +170,10 @@ def misfits():
     lacks = {k: v for k, v in state.items() if k not in ("head.weight", "embed.weight", "norm.bias")}
     yield lacks, ["missing embed.weight = head.weight, norm.bias"]
     yield {**state, "extra": torch.ones(1), "more": torch.ones(1)}, ["not known to the model extra, more"]
-    yield {**state, "norm.bias": torch.ones(3)}, ["norm.bias is float32[3] and not float32[8]"]
+    yield (
+        {**state, "norm.bias": torch.ones(3)},
+        ["norm.bias is float32[3] and not float32[8]", "instead: the checkpoint of this model"],
+    )
     yield {k: v.half() if v.is_floating_point() else v for k, v in state.items()}, ["model.to(torch.float16)"]
     yield {f"model.{k}": v for k, v in state.items()}, ["checkpoint['model.' + name]"]
     yield (
