@@ -200,7 +200,7 @@ class Reader:
         if self.update:
             self.changed.append((block, printed))
         else:
-            assert printed == wanted
+            assert printed == wanted, f"it printed:\n{printed}"
 
 
 def _commands(text: str) -> Iterator[list[str]]:
