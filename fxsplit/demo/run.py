@@ -113,6 +113,11 @@ def _train(eager: nn.Module, pipe: Pipeline, codes: Tensor, batch: int, seconds:
     say(f"{steps} steps; loss {losses[0][0].item():.4f} → {losses[-1][0].item():.4f}")
     say(f"losses at most {apart:.3g} apart, weights at most {weights:.3g} apart after {steps} steps\n")
     say(_times(spent, pipe, batch, before))
+    if len(set(pipe.devices)) == 1:
+        say(
+            "\nCores of one device can share every matrix product, and with all threads torch does that by itself. "
+            "Devices cannot: there stages are what keeps them busy."
+        )
     return weights
 
 
