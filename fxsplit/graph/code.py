@@ -62,11 +62,13 @@ class Text:
     Attributes:
         names: global name → object.
         imports: global name → the statement that imports it; missing for what no module holds.
+        made: number of a line → the names of the nodes that it computes.
     """
 
     code: str
     names: Mapping[str, Any] = field(default_factory=dict)
     imports: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 def write(graph: fx.Graph, known: Mapping[str, Any] | None = None) -> Text:
@@ -155,11 +157,9 @@ class _Writer:
         self.holds: dict[str, fx.Node] = {}  # variable → the value that it has at this line
         self.said: dict[fx.Node, str] = {}  # the variable that has a value, where it is not the node's name
         self.lines: list[str] = []
-        self.latest = (
-            0,
-            "",
-            "",
-        )  # how many lines there were after the last statement, it, and what stands beside it
+        self.made: dict[int, tuple[str, ...]] = {}
+        # how many lines there were after the last statement, it, and what stands beside it
+        self.latest = (0, "", "")
         self.blocks: list[int] = []  # line at which each open ``with`` block begins
         self.indent = 1
 
@@ -269,6 +269,7 @@ class _Writer:
                     self._head(here)
                     block = here
                 self._put(self._statement(node), line if line != previous and not _is_guard(node) else None)
+                self.made[len(self.lines) - 1] = tuple(n.name for n in self._tree(node))
                 self.holds.update({self._called(n): n for n in self.unpacked.get(node, [node])})
                 previous = line
                 if self.contexts.get(node) == "enter":
@@ -276,7 +277,7 @@ class _Writer:
                     self.blocks.append(len(self.lines))
             self._delete(dies.get(i, []))
         self.lines.append(f"    return {self._value(self.nodes[-1].args[0], 0)}")
-        return Text("\n".join(self.lines) + "\n", self.names, self.imports)
+        return Text("\n".join(self.lines) + "\n", self.names, self.imports, self.made)
 
     def _leave(self) -> None:
         if all(line.lstrip().startswith("#") for line in self.lines[self.blocks.pop() :]):

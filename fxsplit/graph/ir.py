@@ -17,6 +17,7 @@ from torch import fx, nn
 from ..compat import TreeSpec, tree_leaves
 from ..inserted.ops import guard
 from .assumptions import Assumptions
+from .code import StageModule, printed
 from .signature import Signature
 
 
@@ -209,9 +210,9 @@ class Traced:
         return f"Traced({len(self.graph.nodes)} nodes, {len(self.kept_whole)} modules kept whole)"
 
 
-def _lines_of(module: fx.GraphModule) -> list[tuple[str, str | None]]:
-    made = getattr(module, "made", {})
-    return [(text, made.get(n)) for n, text in enumerate(module.code.rstrip().splitlines())]
+def _lines_of(module: fx.GraphModule) -> list[tuple[str, tuple[str, ...]]]:
+    made = printed(module).text.made if isinstance(module, StageModule) else {}
+    return [(text, made.get(n, ())) for n, text in enumerate(module.code.rstrip().splitlines())]
 
 
 @dataclass(frozen=True)
@@ -369,13 +370,13 @@ class Stage:
         """The Python source that runs, with a header that says where it stands."""
         return "\n".join(text for text, _ in self.lines()) + "\n"
 
-    def lines(self) -> list[tuple[str, str | None]]:
-        """The lines of the code, and the node that each is the statement of."""
-        found: list[tuple[str, str | None]] = [(text, None) for text in self.header.splitlines()]
+    def lines(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The lines of the code, and the nodes that each computes."""
+        found: list[tuple[str, tuple[str, ...]]] = [(text, ()) for text in self.header.splitlines()]
         found += _lines_of(self.module)
         for name, region in self.module.named_children():
             if isinstance(region, fx.GraphModule):
-                found += [("", None), (f"# {name}: recomputed in backward", None), *_lines_of(region)]
+                found += [("", ()), (f"# {name}: recomputed in backward", ()), *_lines_of(region)]
         return found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

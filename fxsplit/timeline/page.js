@@ -67,9 +67,9 @@ for (const button of all("[data-path]"))
     const path = button.dataset.path, off = button.getAttribute("aria-pressed") === "true";
     for (const other of all("[data-path]")) other.setAttribute("aria-pressed", String(!off && other === button));
     let first = null;
-    for (const line of all("[data-module]")) {
-      const module = line.dataset.module;
-      const lit = !off && (path === "" || module === path || module.startsWith(path + "."));
+    for (const line of all("[data-modules]")) {
+      const within = (module) => path === "" || module === path || module.startsWith(path + ".");
+      const lit = !off && JSON.parse(line.dataset.modules).some(within);
       line.classList.toggle("lit", lit);
       if (lit) { first ??= line; line.closest("details").open = true; }
     }

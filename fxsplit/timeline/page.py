@@ -32,10 +32,10 @@ _LEGEND = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of generated code, and the module whose forward it is of; None where that is not known."""
+    """A line of generated code, and the modules whose forward it is of, as far as that is known."""
 
     text: str
-    module: str | None
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,12 @@ def _template() -> Any:
 def _lines(stage: Stage, traced: Traced) -> list[Line]:
     """The code of a stage. A comment belongs to the line below it."""
     found: list[Line] = []
-    module: str | None = None
-    for text, node in reversed(stage.lines()):
-        comment = text.lstrip().startswith("#")
-        if not comment:
-            facts = traced.facts.get(node) if node is not None else None
-            module = facts.module_path if facts is not None else None
-        found.append(Line(text, module if text.startswith(" ") else None))
+    modules: tuple[str, ...] = ()
+    for text, nodes in reversed(stage.lines()):
+        if not text.lstrip().startswith("#"):
+            facts = [traced.facts[node] for node in nodes if node in traced.facts]
+            modules = tuple(dict.fromkeys(one.module_path for one in facts))
+        found.append(Line(text, modules if text.startswith(" ") else ()))
     return found[::-1]
 
 

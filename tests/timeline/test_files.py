@@ -131,6 +131,16 @@ def test_a_page_has_a_box_for_each_event_and_asks_the_network_for_nothing(schedu
         assert stage.code.splitlines()[1] in unescape(text)
 
 
+def test_a_module_has_its_lines(one_step, tmp_path):
+    pipe, timeline = one_step
+    timeline.save(tmp_path / "page.html")
+    found = [a for _, a in Tags((tmp_path / "page.html").read_text(encoding="utf-8")).found]
+    paths = {a["data-path"] for a in found if "data-path" in a}
+    lines = {path for a in found if "data-modules" in a for path in json.loads(a["data-modules"])}
+    computes = {path for path, module in pipe.model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert computes <= lines <= paths
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_which_step_a_page_shows(steps, tmp_path):
     _, timeline = recorded(plan_for("1f1b", micro_batches=2), steps=steps)
@@ -231,9 +241,9 @@ def _use(chromium, step):
     assert chromium.run("document.querySelectorAll('.lit').length") == 0
     leaf = "document.querySelectorAll('[data-path]')[1]"
     chromium.run(f"{leaf}.click()")
-    lit = chromium.run("[...document.querySelectorAll('.lit')].map(l => l.dataset.module)")
+    lit = chromium.run("[...document.querySelectorAll('.lit')].map(l => JSON.parse(l.dataset.modules))")
     path = chromium.run(f"{leaf}.dataset.path")
-    assert lit and all(module == path or module.startswith(path + ".") for module in lit)
+    assert lit and all(any(m == path or m.startswith(path + ".") for m in modules) for modules in lit)
 
 
 def test_arrows_lead_from_one_worker_to_another():
