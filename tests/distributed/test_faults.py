@@ -92,8 +92,8 @@ def check(tmp_path, kind, stage, micro_batch, phase, schedule, count):
         assert re.search(
             rf"what {stage}[FBI]\d gives \(stage {stage}, micro-batch \d\), from rank {stage}", cause
         )
-    limit = {"raises": 2, "exits": 8, "killed": 8, "stopped": 8, "hangs": 12}[kind]  # seen: 0.3 to 5
-    assert all(at - when < limit for _, _, at in others)
+    # seen: 0.3 to 5 s; who hangs goes on after 30 s, and a connection waits for half an hour
+    assert all(at - when < 25 for _, _, at in others)
 
 
 def test_failures_are_not_gone():

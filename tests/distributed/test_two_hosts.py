@@ -17,8 +17,8 @@ STEPS_BEFORE_THE_CUT = 8  # the checkpoint is after 5
 RUNS = """
 import os, pathlib, runpy, sys, time
 from fxsplit.distributed import RankPipeline, watch
-if not os.environ.get("SLOWLY"):
-    watch.SILENT = 30.0  # nobody is cut off here, and a busy machine may look like it
+# A busy machine may look like a cable that is cut, and nobody is cut off in the other run.
+watch.SILENT = 10.0 if os.environ.get("SLOWLY") else 30.0
 folder, step = pathlib.Path(sys.argv.pop(1)), RankPipeline.step
 done = 0
 def stepped(self, *args, **kwargs):
@@ -127,7 +127,8 @@ def test_a_cable_that_is_cut(hosts, tmp_path):
     runs = started(hosts, folder, tmp_path / "b", 29701, SLOWLY="yes")
     until = time.monotonic() + 120
     while not (folder / "steps").exists() or int((folder / "steps").read_text() or 0) < STEPS_BEFORE_THE_CUT:
-        assert time.monotonic() < until, [p.poll() for p, _ in runs]
+        if time.monotonic() > until or any(process.poll() is not None for process, _ in runs):
+            pytest.fail(f"never came to be cut: {ended(runs, 1)}")
         time.sleep(0.05)
     (space, end, _), _ = hosts
     ip("-n", space, "link", "set", end, "down")
@@ -139,7 +140,7 @@ def test_a_cable_that_is_cut(hosts, tmp_path):
         assert found, before[-3000:]
         for path in found:
             when, said = path.read_text().split(" ", 1)
-            assert float(when) - cut < 15, said
+            assert float(when) - cut < 60, said  # without a watch it is half an hour
             assert said.startswith("RankError") and ("cut off" in said or "lost" in said), said
     ip("-n", space, "link", "set", end, "up")
     codes, after = ended(started(hosts, folder, tmp_path / "b", 29702), 150)

@@ -47,10 +47,12 @@ def steps(**environment):
 @pytest.mark.slow
 def test_a_step_takes_the_pages_of_the_step_before():
     faults, given_back = steps()
-    assert min(faults) < 2000  # 100 MiB and more are 25,000 pages
     assert given_back > 50 * 2**20  # when the pipeline is gone
     left_alone, _ = steps(MALLOC_TOP_PAD_="131072")
-    assert min(left_alone) > 10000 > 5 * min(faults)
+    # 400 MiB are 100,000 pages, the same in each step. How many micro-batches are alive at once differs from step to
+    # step, and so what a step takes that no step before it has had: 0 to 30,000 of them.
+    assert min(left_alone) > 10000
+    assert 5 * min(faults) < min(left_alone)
 
 
 def test_who_has_set_the_allocator_is_left_alone():

@@ -65,7 +65,7 @@ def serve(rank, store, end):
     """One process: what `Pair` asks for, until the end."""
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
     )
     while (asked := end.recv()) is not None:
         function, args = asked
