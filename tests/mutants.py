@@ -42,7 +42,7 @@ _LOADED = (
         "torch.utils.flop_counter",
         "torch._dynamo",
     ),
-    *("networkx", "tabulate", "numpy", "jinja2", "hypothesis", "hypothesis.strategies", "pytest"),
+    *("tabulate", "numpy", "jinja2", "hypothesis", "hypothesis.strategies", "pytest"),
 )
 
 

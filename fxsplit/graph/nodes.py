@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -153,15 +152,14 @@ def cut_bytes(traced: Traced, nodes: Sequence[fx.Node]) -> list[int]:
     return across
 
 
-def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> nx.DiGraph[int]:
-    """The quotient graph: stages, and an edge wherever a value goes from one to another."""
-    quotient: nx.DiGraph[int] = nx.DiGraph()
-    quotient.add_nodes_from(sorted(set(stage_of.values())))
+def stage_graph(stage_of: Mapping[str, int], graph: fx.Graph) -> dict[int, set[int]]:
+    """The quotient graph: stages, and those that each has values from."""
+    quotient: dict[int, set[int]] = {stage: set() for stage in sorted(set(stage_of.values()))}
     for node in graph.nodes:
         for user in node.users:
             a, b = stage_of.get(node.name), stage_of.get(user.name)
             if a is not None and b is not None and a != b:
-                quotient.add_edge(a, b)
+                quotient[b].add(a)
     return quotient
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import graphlib
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -213,11 +213,14 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 def _acyclic(model: nn.Module, traced: Traced, program: Program) -> Found:
     stage_of = {name: stage.index for stage in program.stages for name in stage.nodes}
     quotient = stage_graph(stage_of, traced.graph)
-    if not nx.is_directed_acyclic_graph(quotient):
-        yield Violation(f"stages {sorted(next(nx.simple_cycles(quotient)))} wait for each other")
-    for a, b in quotient.edges:
-        if a > b:
-            yield Violation(f"stage {b} reads from stage {a}, which runs after it")
+    try:
+        graphlib.TopologicalSorter(quotient).prepare()
+    except graphlib.CycleError as error:
+        yield Violation(f"stages {sorted(set(error.args[1]))} wait for each other")
+    for b, sources in quotient.items():
+        for a in sorted(sources):
+            if a > b:
+                yield Violation(f"stage {b} reads from stage {a}, which runs after it")
 
 
 def _effects_together(model: nn.Module, traced: Traced, program: Program) -> Found:

@@ -1,11 +1,20 @@
-"""Ranks that stay for several tests: processes that do what they are told, all of them the same."""
+"""Ranks that stay for several tests: processes that do what they are told, all of them the same.
 
+    a test ──asks──▶ the process that forks, which has imported all ──forks──▶ ranks, one by one
+       └──────────────── what they are told, and what they answer ───────────────┘
+
+What is imported takes as long as a test. A rank ends as every interpreter does.
+"""
+
+import atexit
 import contextlib
+import functools
 import importlib
 import multiprocessing.connection as connection
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +27,59 @@ KEY = b"ranks"
 GONE = "gone"
 
 
+class Forks:
+    """The process that forks, of this one."""
+
+    def __init__(self):
+        command = [sys.executable, "-m", "tests.distributed.ranks"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        atexit.register(self.end)
+
+    def ask(self, *what):
+        """A pid, of an environment and a file for what is said; the status that one has ended with, of a pid."""
+        pickle.dump(what, self.process.stdin)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)
+
+    def end(self):
+        self.process.communicate()
+
+
+class Process:
+    """A rank, with the face of `subprocess.Popen`."""
+
+    def __init__(self, environment, log):
+        self.pid, self.returncode = forks().ask({k: str(v) for k, v in environment.items()}, log), None
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = forks().ask(self.pid)
+        return self.returncode
+
+    def wait(self, seconds=60):
+        until = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("rank", seconds)
+            time.sleep(0.01)
+
+    def kill(self):
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def forks():
+    return Forks()
+
+
 class Ranks:
     """Processes of torch.distributed, as torchrun would start them."""
 
-    def __init__(self, size, folder, **environment):
+    def __init__(self, size, folder):
         self.size = size
         listener = connection.Listener(authkey=KEY)
         self.store = TCPStore(
@@ -36,15 +94,11 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": self.store.port,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "OMP_NUM_THREADS": 1,
                 "RANKS_ADDRESS": listener.address,
-                **environment,
             }
             log = pathlib.Path(folder, f"rank-{rank}.log").open("w+")  # noqa: SIM115
             self.logs.append(log)
-            command = [sys.executable, "-m", "tests.distributed.ranks"]
-            environ = {**os.environ, **{k: str(v) for k, v in own.items()}}
-            self.processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+            self.processes.append(Process(own, log.name))
         found = {}
         for _ in range(size):
             pipe = listener.accept()
@@ -123,7 +177,34 @@ class Failed:
         self.message, self.at = str(error), time.monotonic()
 
 
-def main():
+def serve():
+    """Fork and say which have ended, until nobody asks; a rank comes back from here with nothing to say."""
+    asks, says = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        try:
+            what = pickle.load(asks)
+        except EOFError:
+            return None
+        if len(what) == 1:
+            pid, status = os.waitpid(what[0], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if not answer:
+                asks.close()
+                says.close()
+                return begin(*what)
+        pickle.dump(answer, says)
+        says.flush()
+
+
+def begin(environment, log):
+    """Be a rank."""
+    with open(log, "a") as file:
+        for said in (1, 2):
+            os.dup2(file.fileno(), said)
+    sys.stdout, sys.stderr = (open(said, "w", buffering=1) for said in (1, 2))  # noqa: SIM115
+    os.environ.update(environment)
     torch.set_num_threads(1)
     pipe = connection.Client(os.environ["RANKS_ADDRESS"], authkey=KEY)
     pipe.send(int(os.environ["RANK"]))
@@ -139,6 +220,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from tests.distributed import ranks  # so that what it sends has this module's name
+    from tests.distributed import ranks, tasks  # noqa: F401  # so that what it sends has this module's name
 
-    ranks.main()
+    ranks.serve()

@@ -42,7 +42,7 @@ def losses(*command):
         "2",
     ]
     done = subprocess.run(
-        [*run, *map(str, command)], capture_output=True, text=True, env=environment, timeout=120
+        [*run, *map(str, command)], capture_output=True, text=True, env=environment, timeout=400
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
